@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
+from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
 if TYPE_CHECKING:
@@ -115,10 +115,7 @@ def _locate(name: str) -> str:
     if ":" in name:
         return locate_user_code(name, f"the callback {name!r}")
     if name not in _BUILT_IN:
-        raise ValueError(
-            f"unknown callback {name!r}; known: {', '.join(_BUILT_IN)}, or your own as path/file.py:Class or "
-            "package.module:Class"
-        )
+        raise unknown("callback", name, _BUILT_IN, form="Class")
     return name
 
 

@@ -6,15 +6,25 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+
+def unknown(what: str, name: str, known: Iterable[str], *, form: str = "", prefix: str = "") -> ValueError:
+    """``form``: of the user's code. ``prefix`` begins every name."""
+    nearest = get_close_matches(name, names := list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+    listed = ", ".join(f"{prefix}{item}" for item in names)
+    mine = f", or your own as path/file.py:{form} or package.module:{form}" if form else ""
+    return ValueError(f"unknown {what} {prefix + name!r}; known: {listed}{mine}{hint}")
 
 
 def locate_user_code(name: str, what: str) -> str:

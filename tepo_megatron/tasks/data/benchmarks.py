@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from hashlib import sha256
 from importlib.resources import files
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.runtime.user_code import unknown
 from tepo_megatron.tasks.data.rows import DataFiles, file_digest
 
 LOCK = "digests.json"
@@ -43,12 +43,10 @@ def prepare(
     ValueError for an unusable file or an unexpected digest.
     """
     if name not in BENCHMARKS:
-        near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}{hint}")
+        raise unknown("benchmark", name, BENCHMARKS)
     benchmark = BENCHMARKS[name]
     if family is not None and family not in _FAMILIES:
-        raise ValueError(f"unknown family {family!r}; known: {', '.join(_FAMILIES)}")
+        raise unknown("family", family, _FAMILIES)
     path = benchmark.fetch() if source is None else benchmark.find(source)
     digest = file_digest(path)
     lock = _read_lock(folder)
@@ -204,15 +202,6 @@ def _integer(row: _Row) -> Any:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 
-def _olympiad_prompt(row: _Row) -> Any:
-    context = row.get("context")
-    return f"{context}\n\n{row['question']}" if context else row["question"]
-
-
-def _olympiad_answer(row: _Row) -> Any:
-    return ", ".join(str(answer).strip().strip("$") for answer in row["final_answer"] or [])
-
-
 def _humaneval_tests(row: _Row) -> _Row:
     name = row["entry_point"]
     before = re.split(rf"^def {re.escape(name)}\b", row["prompt"], maxsplit=1, flags=re.M)[0]
@@ -230,7 +219,10 @@ _MBPP: Mapping[str, Any] = {
 }
 _COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "amc23": {"answer": _integer},
-    "olympiadbench": {"prompt": _olympiad_prompt, "answer": _olympiad_answer},
+    "olympiadbench": {
+        "prompt": lambda row: f"{row['context']}\n\n{row['question']}" if row.get("context") else row["question"],
+        "answer": lambda row: ", ".join(str(answer).strip().strip("$") for answer in row["final_answer"] or []),
+    },
     "gsm8k": {"answer": _number_after_hashes},
     "humaneval": {"answer": lambda row: f"{row['prompt']}{row['canonical_solution']}", "more": _humaneval_tests},
     "mbpp": _MBPP,

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from tepo_megatron.runtime.user_code import unknown
 
 _BUILTIN = "builtin:"
 
@@ -27,9 +28,7 @@ def _builtin_folder(name: str) -> Path:
     root = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin")))
     known = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     if name not in known:
-        nearest = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {_BUILTIN}{nearest[0]}?" if nearest else ""
-        raise ValueError(f"unknown built-in model {_BUILTIN + name!r}; known: {', '.join(_BUILTIN + n for n in known)}{hint}")
+        raise unknown("built-in model", name, known, prefix=_BUILTIN)
     return root / name
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.text import check_text
+from tepo_megatron.runtime.user_code import unknown
 from tepo_megatron.tasks.data import addition, stack_machine
 from tepo_megatron.tasks.data.rows import DataFiles, DataRow
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
@@ -61,7 +61,10 @@ def load_problems(source: str | SourceConfig) -> list[Problem]:
 
 def _rows(config: SourceConfig) -> Iterator[DataRow]:
     if config.path.startswith(BUILTIN):
-        for problem in _load_builtin(config.path.removeprefix(BUILTIN)):
+        name = config.path.removeprefix(BUILTIN)
+        if name not in _BUILTIN_TASKS:
+            raise unknown("built-in task", name, sorted(_BUILTIN_TASKS), prefix=BUILTIN)
+        for problem in _BUILTIN_TASKS[name]():
             columns = {"id": problem.id, "prompt": problem.prompt, "answer": problem.answer, **problem.metadata}
             yield DataRow(config.path, problem.id, columns)
         return
@@ -70,15 +73,6 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
         hint = f"; did you mean {BUILTIN}{path}?" if str(path) in _BUILTIN_TASKS else ""
         raise ValueError(f"the data file {path} does not exist{hint}")
     yield from DataFiles.find(path, config.split).rows()
-
-
-def _load_builtin(name: str) -> list[Problem]:
-    if name not in _BUILTIN_TASKS:
-        known = ", ".join(BUILTIN + task for task in sorted(_BUILTIN_TASKS))
-        nearest = get_close_matches(name, _BUILTIN_TASKS, n=1)
-        hint = f"; did you mean {BUILTIN}{nearest[0]}?" if nearest else ""
-        raise ValueError(f"unknown built-in task {BUILTIN + name!r}; known: {known}{hint}")
-    return _BUILTIN_TASKS[name]()
 
 
 def _problem(row: DataRow, config: SourceConfig) -> Problem:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
-from difflib import get_close_matches
 from typing import Any
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
+from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
 
 _HERE = "tepo_megatron.tasks.reward"
 
@@ -79,10 +78,7 @@ def resolve_verifier(name: str) -> str:
     if ":" in name:
         return locate_user_code(name, f"the verifier {name!r}")
     if name not in _VERIFIERS:
-        nearest = get_close_matches(name, _VERIFIERS, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        own = f"or your own as path/file.py:function or package.module:function{hint}"
-        raise ValueError(f"unknown verifier {name!r}; known: {', '.join(_VERIFIERS)}, {own}")
+        raise unknown("verifier", name, _VERIFIERS, form="function")
     return _VERIFIERS[name]
 
 
