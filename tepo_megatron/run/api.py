@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
-from tepo_megatron.run.callbacks import Extensions
+from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime import rank
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
@@ -274,13 +274,12 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
     return run_ranks(["train", *arguments], config.engine.parallel.world_size, status=config.output / "status")
 
 
-def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> int:
+def train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> int:
 
     def work(config: RunConfig) -> None:
-        from tepo_megatron.run.callbacks import NO_EXTENSIONS
         from tepo_megatron.run.training import train_model
 
-        train_model(config, extensions or NO_EXTENSIONS)
+        train_model(config, extensions)
 
     return run_rank(config, work)
 

@@ -23,29 +23,23 @@ from tepo_megatron.runtime.text import valid_text
 PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
 
 
-class MetricsWriter:
+class MetricsWriter(LogFile):
     """Rank 0 only. Non-finite numbers become ``null``. Writes rows that failed with the next one."""
 
     def __init__(self, output: Path, tensorboard: bool, failed: Failed | None = None) -> None:
         output.mkdir(parents=True, exist_ok=True)
-        self.path = output / "metrics.jsonl"
-        self._file = LogFile(self.path, failed)
-        self._failed = failed
+        super().__init__(output / "metrics.jsonl", failed)
         self.last_step: int | None = None
         self._events = _EventsFile(output / "tensorboard", failed) if tensorboard else None
         self.path.touch()
         rows, self.cut = read_rows(self.path, "row of metrics")
         self._rewrite(rows)
 
-    @property
-    def waiting(self) -> int:
-        return self._file.waiting
-
     def write(self, step: int, row: Mapping[str, float]) -> None:
         numbers = {key: value if isinstance(value, int) else float(value) for key, value in row.items() if key != "step"}
         finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         # One write of a whole line: a crash cuts a line off, and never mixes two.
-        self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
+        self.append((json.dumps({"step": step, **finite}) + "\n").encode())
         self.last_step = step
         if self._events is not None:
             self._events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
@@ -57,7 +51,7 @@ class MetricsWriter:
             self._events.hide_from(step + 1)
 
     def close(self) -> None:
-        self._file.flush()
+        self.flush()
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self.last_step = rows[-1]["step"] if rows else None
@@ -67,7 +61,6 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
     return read_rows(path, "row of metrics")[0]
 
 
@@ -122,33 +115,33 @@ class Stopwatch:
 _NUMBERS = itertools.count()
 
 
-class _EventsFile:
+class _EventsFile(LogFile):
     def __init__(self, folder: Path, failed: Failed | None) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._file = LogFile(folder / name, failed)
+        super().__init__(folder / name, failed)
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         points = [Summary.Value(tag=valid_text(tag), simple_value=value) for tag, value in values.items()]
-        self._append(step=step, summary=Summary(value=points))
+        self._add(step=step, summary=Summary(value=points))
 
     def hide_from(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        self._append(step=step, session_log=SessionLog(status=SessionLog.START))
+        self._add(step=step, session_log=SessionLog(status=SessionLog.START))
 
-    def _append(self, **event: Any) -> None:
+    def _add(self, **event: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         piece = io.BytesIO()
         writer = RecordWriter(piece)
         now = time.time()
-        if not self._file.path.exists():
+        if not self.path.exists():
             writer.write(Event(wall_time=now, step=event["step"], file_version="brain.Event:2").SerializeToString())
         writer.write(Event(wall_time=now, **event).SerializeToString())
-        self._file.append(piece.getvalue())
+        self.append(piece.getvalue())
 
 
 FOLDER, _FORMAT = "tokens", 1

@@ -40,7 +40,8 @@ def check_installed(config: LogConfig) -> None:
     for kind, section in _sections(config).items():
         needs_database = kind == "mlflow" and (section["tracking_uri"] or "sqlite").startswith("sqlite")
         packages = (kind, "sqlalchemy") if needs_database else (kind,)
-        missing = [name for name in packages if not _is_installed(name)]
+        # A folder of that name, such as the wandb that W&B creates, is no package.
+        missing = [name for name in packages if (spec := find_spec(name)) is None or spec.origin is None]
         if missing:
             raise ValueError(
                 f"log.{kind} is given, but the package {' and '.join(missing)} is not installed here: "
@@ -81,7 +82,6 @@ class Loggers:
             process.take_reports()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
-        """Waits at most ``timeout_s`` and ``log.finish_timeout_s``, then ends the processes."""
         deadline = time.monotonic() + min(self._timeout_s, timeout_s)
         for process in self._processes:
             process.post({"finish": ending})
@@ -151,12 +151,6 @@ class _LoggerProcess(WorkerProcess):
                 f"{self._title} cannot be logged to: {report['failed']} ({self._log}). The run continues; metrics.jsonl has "
                 "every row (log/failed counts the attempts)"
             )
-
-
-def _is_installed(name: str) -> bool:
-    """A folder of that name, such as the ``wandb`` that W&B creates, is no package."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
 
 
 def _hide(value: Any, secrets: list[str]) -> Any:

@@ -94,7 +94,6 @@ class Output:
         self.progress.message(text)
 
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
-        """Raises RuntimeError if another run has taken the folder."""
         self._make_again_if_removed()
         self._loggers.take_reports()
         failures, self._failures = self._failures, 0
@@ -177,8 +176,6 @@ class Output:
 
 
 class _TokenLog:
-    """Writes files atomically, and retries a failed one with the next."""
-
     def __init__(self, folder: Path, failed: Failed) -> None:
         self._folder, self._failed = folder, failed
         self._waiting: dict[int, bytes] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
-from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
+from tepo_megatron.tasks.data.sources import TOO_LONG, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
@@ -58,7 +58,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
         raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
     spec = read_model_spec(model_dir)
     if replay is not None:
-        _check_replay(config, spec)
+        _check_replay(config, replay, spec)
     train = read_sources(config.data, "train", tokenizer)
     heldout: list[Source] = []
     evaluate = config.evaluate
@@ -71,10 +71,13 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
         texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
         tokenizer.check_served(texts)
     limit = config.rollout.server.max_model_len or spec.max_positions
-    _check_room(limit, config, [prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out])
+    used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
+    sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"
+    _check_room(config, limit, sizes, config.rollout.sampling.max_new_tokens, f"rollout.{field}")
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for chosen in sets:
-        _check_set_room(limit, chosen)
+        sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
+        _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")
     left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
     problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
     return Inputs(model_dir, spec, tokenizer, problems, unseen, left_out, sets)
@@ -92,7 +95,6 @@ def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) 
 
 
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
-    """Raises ValueError with file and line."""
     folder, rollout = config.rollout.replay, config.rollout
     assert folder is not None, "the run samples its rollouts"
     rollouts = read_rollouts(folder, step)
@@ -102,13 +104,10 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
     return rollouts
 
 
-def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
+def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
     """The first record must have the token masks for scoring, and this model's experts if replayed."""
-    folder, first = config.rollout.replay, 0
-    assert folder is not None, "the run samples its rollouts"
-    saved = checkpoints(config.output / "checkpoints")
-    if config.train.resume and saved:
-        first = step_of(saved[-1])
+    saved = checkpoints(config.output / "checkpoints") if config.train.resume else []
+    first = step_of(saved[-1]) if saved else 0
     missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
     if missing:
         raise ValueError(
@@ -132,25 +131,15 @@ def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
             )
 
 
-def _check_set_room(limit: int, of: EvaluationSet) -> None:
-    longest, problem = max((len(prompt), problem.id) for prompt, problem in zip(of.prompts, of.problems, strict=True))
-    if longest + of.max_new_tokens > limit:
-        raise ValueError(
-            f"evaluate.sets.{of.name}: the prompt of problem {problem!r} ({longest} tokens) and {of.max_new_tokens} new tokens "
-            f"exceed the {limit} tokens that the model takes; set evaluate.sets.{of.name}.sampling.max_new_tokens to "
-            f"{max(1, limit - longest)} or less"
-        )
-
-
-def _check_room(limit: int, config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    longest = max(prompts, key=lambda prompt: prompt.tokens)
-    new = config.rollout.sampling.max_new_tokens
-    if longest.tokens + new > limit:
+def _check_room(config: RunConfig, limit: int, prompts: Iterable[tuple[int, str]], new: int, field: str) -> None:
+    """``prompts``: tokens and the problem's id. ``field`` holds ``new``."""
+    longest, problem = max(prompts)
+    if longest + new > limit:
         bound = "" if config.rollout.server.max_model_len is None else " (rollout.server.max_model_len)"
-        advice = f"lower max_new_tokens to {max(1, limit - longest.tokens)} or less"
+        advice = f"lower max_new_tokens to {max(1, limit - longest)} or less"
         if new < limit:  # else no prompt is short enough
             advice += f", or set data.max_prompt_tokens={limit - new}"
         raise ValueError(
-            f"the prompt of problem {longest.problem.id!r} ({longest.tokens} tokens) and rollout.sampling.max_new_tokens = "
-            f"{new} exceed the {limit} tokens that the model takes{bound}; {advice}"
+            f"the prompt of problem {problem!r} ({longest} tokens) and {field} = {new} exceed the {limit} tokens that the "
+            f"model takes{bound}; {advice}"
         )
