@@ -34,12 +34,7 @@ class RewardResult:
         return self.error is None and self.reward is not None and self.reward >= correct_at
 
 
-class Generate(Protocol):
-    """Keeps the prompts' order; temperature 0 is greedy."""
-
-    def __call__(
-        self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
-    ) -> Sequence[Sequence[Response]]: ...
+Generate = Callable[..., Sequence[Sequence[Response]]]  # Sampler.generate; its numbers determine seeds
 
 
 class ResponseStream(Protocol):
@@ -69,8 +64,7 @@ class Task(Protocol):
     """
 
     @property
-    def notice(self) -> str | None:
-        """A limit that the kernel does not support."""
+    def notice(self) -> str | None: ...
 
     @property
     def verifier(self) -> str | None:
@@ -134,17 +128,12 @@ class Task(Protocol):
 
 
 def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means; empty if no rollout has environment tokens."""
-    if all(rollout.loss_mask is None for rollout in rollouts):
+    """Means; empty if no rollout has environment tokens. Adjacent turns count as one."""
+    masks = [rollout.loss_mask for rollout in rollouts]
+    if all(mask is None for mask in masks):
         return {}
+    turns = [1 if mask is None else int((np.diff(mask.astype(np.int8), prepend=0) == 1).sum()) for mask in masks]
     return {
-        "environment/turns": float(np.mean([_turns(rollout) for rollout in rollouts])),
+        "environment/turns": float(np.mean(turns)),
         "environment/tokens": float(np.mean([rollout.response_ids.size - rollout.model_tokens for rollout in rollouts])),
     }
-
-
-def _turns(rollout: Rollout) -> int:
-    """Adjacent turns count as one."""
-    if rollout.loss_mask is None:
-        return 1
-    return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))

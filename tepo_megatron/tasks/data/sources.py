@@ -152,7 +152,9 @@ def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> 
     samplers = {}
     for source in config.train_sources:
         own = [problem for problem in problems if problem.source == source.called]
-        samplers[source.called] = ProblemSampler(own, _seed_of(source.called, seed), _order_keys(config.order, own))
+        # Sources of equal size need different orders.
+        own_seed = int.from_bytes(sha256(f"{seed}/{source.called}".encode()).digest()[:8])
+        samplers[source.called] = ProblemSampler(own, own_seed, _order_keys(config.order, own))
     return _MixedSampler(samplers, {source.called: source.weight for source in config.train_sources}, seed)
 
 
@@ -211,7 +213,10 @@ class _MixedSampler(ProblemSampler):
     def __init__(self, samplers: Mapping[str, ProblemSampler], weights: Mapping[str, float], seed: int) -> None:
         super().__init__([problem for sampler in samplers.values() for problem in sampler._problems], seed)
         self._samplers = list(samplers.values())
-        self._weights = _whole_weights(list(weights.values()))
+        exact = [Fraction(repr(float(weight))) for weight in weights.values()]
+        scale = math.lcm(*(fraction.denominator for fraction in exact))
+        whole = [int(fraction * scale) for fraction in exact]
+        self._weights = [weight // math.gcd(*whole) for weight in whole]
         described = [[name, weights[name], sampler._digest] for name, sampler in samplers.items()]
         self._digest = sha256(repr(described).encode()).hexdigest()[:16]
         self._counts = [0] * len(self._samplers)  # draws of each source, of the order's first sum(_counts)
@@ -237,18 +242,6 @@ class _MixedSampler(ProblemSampler):
         chosen = max(below, key=lambda index: (Fraction(self._weights[index], counts[index] + 1), -index))
         counts[chosen] += 1
         return chosen
-
-
-def _whole_weights(weights: Sequence[float]) -> list[int]:
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    scale = math.lcm(*(fraction.denominator for fraction in exact))
-    whole = [int(fraction * scale) for fraction in exact]
-    return [weight // math.gcd(*whole) for weight in whole]
-
-
-def _seed_of(name: str, seed: int) -> int:
-    """Sources of equal size need different orders."""
-    return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8])
 
 
 def _digest(problems: Sequence[Problem], keys: Sequence[float] | None) -> str:

@@ -25,7 +25,7 @@ from tepo_megatron.tasks.environments.agent_session import (
     EpisodeError,
     RefusedError,
 )
-from tepo_megatron.tasks.environments.protocol import StepResult, Strangers
+from tepo_megatron.tasks.environments.protocol import StepResult, Strangers, awaited
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _STACK_BYTES = 2 * 2**20  # per episode; counts to environment.memory_mb
@@ -79,7 +79,7 @@ class Agents:
             result, error = None, None
             try:
                 result = solve(problem, **arguments)
-                result = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+                result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
             except BaseException as raised:  # SystemExit too: it must end the episode, not silently the thread
                 error = raised
             try:
@@ -96,10 +96,6 @@ class Agents:
         finally:
             threading.stack_size(before)
         self._threads.append(thread)
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 class _AgentEpisode:
@@ -193,7 +189,6 @@ class _ChatAddress:
         return await asyncio.shield(self._starting)
 
     def open(self, session: AgentSession) -> str:
-        """Returns the episode's key."""
         key = f"tepo-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
@@ -202,7 +197,6 @@ class _ChatAddress:
         self._sessions.pop(key, None)
 
     def offer(self, episode: Mapping[str, Any]) -> None:
-        """``api_key`` is that of :meth:`open`."""
         self._offers.put_nowait(episode)
 
     async def _start(self) -> str:

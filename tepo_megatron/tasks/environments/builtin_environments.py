@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.sandbox import Sandbox
 from tepo_megatron.runtime.user_code import load_user_code
-from tepo_megatron.tasks.environments.protocol import Observation, StepResult
+from tepo_megatron.tasks.environments.protocol import Observation, StepResult, awaited
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _LONGEST = 200
@@ -225,15 +224,15 @@ class _OpenEnv:
         self._client = make(**options)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
-        return self._text((await _awaited(self._client.reset())).observation)
+        return self._text((await awaited(self._client.reset())).observation)
 
     async def step(self, action: ResponseText) -> StepResult:
-        result = await _awaited(self._client.step(self._action(**{self._field: str(action)})))
+        result = await awaited(self._client.step(self._action(**{self._field: str(action)})))
         reward = 0.0 if result.reward is None else result.reward
         return StepResult(self._text(result.observation), reward, bool(result.done))
 
     async def close(self) -> None:
-        await _awaited(self._client.close())
+        await awaited(self._client.close())
 
     def _text(self, observation: Any) -> Observation:
         shown = observation if self._shown is None else getattr(observation, self._shown)
@@ -245,10 +244,6 @@ ADAPTERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "skyrl_gym": _SkyrlGym,
     "openenv": _OpenEnv,
 }
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _readable(observation: Any) -> Observation:

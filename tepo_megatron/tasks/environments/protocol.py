@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import stat
@@ -50,8 +51,7 @@ class EnvironmentHost(Protocol):
     """Takes at most one open call per episode. Used from one thread."""
 
     @property
-    def notice(self) -> str | None:
-        """A limit that the kernel does not support."""
+    def notice(self) -> str | None: ...
 
     @property
     def busy(self) -> bool: ...
@@ -71,6 +71,10 @@ class EnvironmentHost(Protocol):
 
 
 END = ["end"]
+
+
+async def awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 class Strangers:

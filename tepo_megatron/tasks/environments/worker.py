@@ -15,11 +15,11 @@ from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.text import echo, text_fault
-from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
+from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
 from tepo_megatron.runtime.worker_child import OPEN_FILES, WorkerLimits, place_of, serve
 from tepo_megatron.tasks.environments.agent_session import ChatRequest, EpisodeError
 from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS
-from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.protocol import StepResult, awaited
 from tepo_megatron.tasks.reward.worker import check_value
 
 _FILES_OF_AGENT = 8
@@ -44,10 +44,7 @@ def resolve_environment(name: str) -> str:
     if name == OUTSIDE:
         return name
     if name not in BUILTIN:
-        raise ValueError(
-            f"unknown environment {name!r}; known: {', '.join(BUILTIN)}, or your own as path/file.py:Class or "
-            "package.module:Class"
-        )
+        raise unknown("environment", name, BUILTIN, form="Class")
     return BUILTIN[name]
 
 
@@ -55,7 +52,6 @@ class EpisodeTable:
     facts: Mapping[str, Any] = {}
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Raises ValueError for an environment that cannot be made or lacks ``reset`` or ``step``."""
         self._setup, self._limits = setup, WorkerLimits.of("environment", "environment", setup)
         self._runner = asyncio.Runner()
         self._agents: Any = None
@@ -89,15 +85,15 @@ class EpisodeTable:
             async with asyncio.timeout(self._limits.timeout_s) as limit:
                 if kind == "end":
                     method = getattr(self._episodes.pop(number, None), "close", lambda: None)
-                    await _value(method())
+                    await awaited(method())
                     return {}
                 if kind == "reset":
                     self._episodes[number] = environment = self._make()
                     method = environment.reset
-                    observation = await _value(method(Problem.from_json(*arguments[0]), seed=arguments[1]))
+                    observation = await awaited(method(Problem.from_json(*arguments[0]), seed=arguments[1]))
                     return self._checked(StepResult(observation), "reset", method)
                 method = self._episodes[number].step
-                return self._checked(await _value(method(ResponseText.from_json(*arguments))), kind, method)
+                return self._checked(await awaited(method(ResponseText.from_json(*arguments))), kind, method)
         except EpisodeError as failed:
             return {"error": str(failed)}
         # SystemExit too: an environment that calls sys.exit() must not end the worker.
@@ -158,10 +154,6 @@ def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limi
         ) from error
     solve = None if name == OUTSIDE else load_user_code(resolve_environment(name), f"the agent {name!r}")
     return Agents(solve, kwargs, setup, limits)
-
-
-async def _value(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
 
 
 def _observation(value: Any) -> list[Any] | None:

@@ -18,11 +18,10 @@ from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.answers import Notion, Scored, Scorer, Tally, tally_answers
 from tepo_megatron.tasks.evaluate.estimators import maj_at_k, pass_at_k
-from tepo_megatron.tasks.protocol import Task
+from tepo_megatron.tasks.protocol import Generate, Task
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
-SampleGroups = Callable[..., Sequence[Sequence[Response]]]  # Sampler.generate; its numbers determine seeds
 Pools = Mapping[str | None, Scorer]
 
 
@@ -50,8 +49,8 @@ def evaluate_all(
     heldout: Sequence[Problem],
     sets: Sequence[EvaluationSet],
     *,
-    generate: SampleGroups,
-    generate_heldout: SampleGroups,
+    generate: Generate,
+    generate_heldout: Generate,
     tokenizer: Tokenizer,
     pools: Pools,
     seed: Callable[[str], int],
@@ -198,7 +197,6 @@ class SetResult:
 
 
 def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
-    """Raises ValueError for unusable problems."""
     known = config.evaluate.sets
     chosen = list(known) if names is None else list(names)
     for name in chosen:
@@ -263,7 +261,7 @@ def _notion_of(majority: str, verifier: str) -> Notion | None:
     return None if majority == "none" else "verifier" if majority == "verifier" else "text"
 
 
-def _evaluate(of: EvaluationSet, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
+def _evaluate(of: EvaluationSet, generate: Generate, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
     def answer(n: int, temperature: float, truncation: Mapping[str, Any]) -> list[list[Scored]]:
         sampling = {"temperature": temperature, "max_new_tokens": of.max_new_tokens, "seed": seed, **truncation}
         return _score_groups(of, generate(list(of.prompts), n=n, **sampling), n, tokenizer, pool)

@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.evaluation import SetResult
 
@@ -30,7 +29,8 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: i
     folder.mkdir(parents=True, exist_ok=True)
     of, lines = result.of, []
     for problem in result.problems:
-        row = {**problem.row(), "digest": _problem_digest(problem.problem), "figures": problem.figures}
+        about = repr((problem.problem.prompt, problem.problem.answer)).encode("utf-8", "backslashreplace")
+        row = {**problem.row(), "digest": sha256(about).hexdigest()[:16], "figures": problem.figures}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     (folder / f"{of.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     intervals = {name: interval(name, values) for name, values in result.figures.items()}
@@ -55,7 +55,6 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: i
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
-    """Raises ValueError for missing or damaged results."""
     for place in (folder / "eval" / RESULTS, folder / RESULTS, folder):
         if paths := sorted(place.glob("*.jsonl")):
             break
@@ -63,10 +62,6 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
     if not sets:
         raise ValueError(f"{folder} has no results of evaluation sets; tepo eval writes them")
     return sets
-
-
-def _problem_digest(problem: Problem) -> str:
-    return sha256(repr((problem.prompt, problem.answer)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def _read_set(path: Path) -> StoredSet:

@@ -26,13 +26,13 @@ from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
 from tepo_megatron.tasks.evaluate.evaluation import (
     EvaluationResult,
-    SampleGroups,
     SetResult,
     evaluate_all,
     load_sets,
     verifier_pools,
 )
 from tepo_megatron.tasks.evaluate.results import RESULTS, write_results
+from tepo_megatron.tasks.protocol import Generate
 from tepo_megatron.weights.architecture import read_model_spec
 
 
@@ -165,7 +165,7 @@ class StoredResponses:
     another model or other settings do not count. Log-probs are not stored.
     """
 
-    def __init__(self, path: Path, generate: SampleGroups, model: Path) -> None:
+    def __init__(self, path: Path, generate: Generate, model: Path) -> None:
         """Drops an incomplete last line. Raises ValueError for other damage."""
         self._path, self._generate = path, generate
         files = [(file.name, file.stat()) for file in sorted(model.iterdir()) if file.is_file()]

@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ class PythonTests:
         self._sandbox, self._partial = Sandbox(seconds, memory_mb), partial
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
-        """Raises ValueError without tests, RuntimeError without a sandbox."""
         tests = problem.metadata.get("tests")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
             raise ValueError('the problem has no tests; give it "tests": ["assert f(1) == 2", …] beside prompt and answer')
@@ -60,7 +60,9 @@ class PythonTests:
         ran = await self._sandbox.run(
             (str(Path(run_tests.__file__)),), given=json.dumps(task).encode(), kept=_LINE_BYTES * (len(tests) + 1)
         )
-        said = _said(ran.head, key)
+        # The program does not know the key.
+        lines = ran.head.decode("utf-8", "replace").splitlines()
+        said = [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]
         if run_tests.STARTED not in said:
             why = ran.limit or ran.tail.decode("utf-8", "replace").strip()[-200:] or f"it ended with {ran.status}"
             raise RuntimeError(f"the sandbox did not start: {why}")
@@ -78,28 +80,15 @@ class PythonTests:
         defining = [block for block in blocks if _defines(block, entry_point)]
         if defining:
             return defining[-1]
-        return f"{stub}{_indented(blocks[-1])}" if stub else blocks[-1]
+        lines = blocks[-1].splitlines(keepends=True)
+        body = takewhile(lambda line: not line.strip() or line[0] in " \t", lines)  # indented
+        return f"{stub}{''.join(body)}" if stub else blocks[-1]
 
 
 def _defines(program: str, name: Any) -> bool:
     if name is None:
         return _DEFINED.search(program) is not None
     return re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", program, re.M) is not None
-
-
-def _indented(text: str) -> str:
-    lines: list[str] = []
-    for line in text.splitlines(keepends=True):
-        if line.strip() and line[0] not in " \t":
-            break
-        lines.append(line)
-    return "".join(lines)
-
-
-def _said(written: bytes, key: str) -> Sequence[str]:
-    """The program does not know the key."""
-    lines = written.decode("utf-8", "replace").splitlines()
-    return [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]
 
 
 _INPUTS = "xyz"
