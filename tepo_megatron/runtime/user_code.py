@@ -19,7 +19,7 @@ from typing import Any
 
 
 def unknown(what: str, name: str, known: Iterable[str], *, form: str = "", prefix: str = "") -> ValueError:
-    """``form``: of the user's code. ``prefix`` begins every name."""
+    """``prefix`` begins every name; ``form`` is what the user's code is called."""
     nearest = get_close_matches(name, names := list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
     listed = ", ".join(f"{prefix}{item}" for item in names)
