@@ -21,20 +21,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_000,
-    "tests, lines": 43_400,
-    "docs and docstrings, words": 106_100,
-    "public classes and functions": 855,
-    "modules": 272,
-    "modules below 60 lines": 51,
-    "largest folder, files": 19,
+    "package, lines": 45_120,
+    "tests, lines": 38_770,
+    "docs and docstrings, words": 104_850,
+    "public classes and functions": 775,
+    "modules": 254,
+    "modules below 60 lines": 42,
+    "largest folder, files": 17,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 0.8,
     "fragments without a verb per 1 000 docstrings": 26,
     "docstring words per line of code": 0.85,
-    "replaced names": 53,
+    "replaced names": 50,
     "lines of documents above 100 characters": 9,
 }
 """Figure → the most that it may be."""

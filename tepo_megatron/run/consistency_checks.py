@@ -198,6 +198,7 @@ class Canary:
         return _tokens("cached canary", max(2, min(_CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
+        """Returns the largest gap. Raises RuntimeError."""
         worst = {url: _worst(ours, logprobs) for url, logprobs in theirs.items()}
         wrong = [
             f"{url} gives token {prompt[index + 1]} at position {index + 1} the log-prob {theirs[url][index]:.6g}, "

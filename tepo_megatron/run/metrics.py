@@ -61,6 +61,7 @@ class MetricsWriter(LogFile):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
     return read_rows(path, "row of metrics")[0]
 
 

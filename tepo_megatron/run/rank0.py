@@ -147,6 +147,7 @@ class Rank0:
         return died
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Returns whether a server died; it is revived with stale weights."""
         sampler, is_logged = self.servers.sampler, self.output.last_step == step
         assert sampler is not None, "a replayed run has no servers"
         check = partial(self.checks.check_servers, sampler, step, prompt, logprobs, is_logged=is_logged)

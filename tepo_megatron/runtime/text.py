@@ -27,6 +27,7 @@ def text_fault(value: Any) -> str | None:
 
 
 def check_text(value: Any, place: str) -> None:
+    """Raises ValueError, with ``place``, for a :func:`text_fault`."""
     fault = text_fault(value)
     if fault is not None:
         raise ValueError(f"{place} has {fault}; change it, or leave it out")

@@ -82,6 +82,7 @@ class Loggers:
             process.take_reports()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
+        """Waits at most ``timeout_s`` and ``log.finish_timeout_s``, then ends the processes."""
         deadline = time.monotonic() + min(self._timeout_s, timeout_s)
         for process in self._processes:
             process.post({"finish": ending})

@@ -94,6 +94,7 @@ class Output:
         self.progress.message(text)
 
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
+        """Raises RuntimeError if another run has taken the folder."""
         self._make_again_if_removed()
         self._loggers.take_reports()
         failures, self._failures = self._failures, 0

@@ -200,6 +200,7 @@ _FIRST_ROW = re.compile(rb'\{"step": 0[,}]')  # the evaluation before the first 
 
 
 def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
+    """Raises ValueError if no run can start or resume there."""
     folder = config.output
     if overwrite and config.train.resume:
         raise ValueError(f"--overwrite starts again and train.resume = {config.train.resume} continues; give one of the two")

@@ -95,6 +95,7 @@ def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) 
 
 
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
+    """Raises ValueError with file and line."""
     folder, rollout = config.rollout.replay, config.rollout
     assert folder is not None, "the run samples its rollouts"
     rollouts = read_rollouts(folder, step)

@@ -30,6 +30,7 @@ class StepRewards:
         self.failed = 0
 
     def reward(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult], step: int) -> list[Rollout]:
+        """Raises RuntimeError above the share ``reward.max_failed``."""
         failures = [result.error for result in results if result.error]
         self.failed, self._cause = len(failures), f"; the first: {failures[0]}" if failures else ""
         if len(failures) / len(results) > self._config.reward.max_failed:

@@ -52,6 +52,7 @@ class EpisodeTable:
     facts: Mapping[str, Any] = {}
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
+        """Raises ValueError for an environment that cannot be made or lacks ``reset`` or ``step``."""
         self._setup, self._limits = setup, WorkerLimits.of("environment", "environment", setup)
         self._runner = asyncio.Runner()
         self._agents: Any = None

@@ -197,6 +197,7 @@ class SetResult:
 
 
 def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
+    """Raises ValueError for unusable problems."""
     known = config.evaluate.sets
     chosen = list(known) if names is None else list(names)
     for name in chosen:

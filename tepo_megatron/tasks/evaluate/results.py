@@ -55,6 +55,7 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: i
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
+    """Raises ValueError for missing or damaged results."""
     for place in (folder / "eval" / RESULTS, folder / RESULTS, folder):
         if paths := sorted(place.glob("*.jsonl")):
             break

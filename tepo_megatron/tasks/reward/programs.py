@@ -45,6 +45,7 @@ class PythonTests:
         self._sandbox, self._partial = Sandbox(seconds, memory_mb), partial
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
+        """Raises ValueError without tests, RuntimeError without a sandbox."""
         tests = problem.metadata.get("tests")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
             raise ValueError('the problem has no tests; give it "tests": ["assert f(1) == 2", …] beside prompt and answer')

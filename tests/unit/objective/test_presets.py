@@ -1,4 +1,4 @@
-"""Every preset against its formula, on [sequence, token] in fp64; metrics against numbers by hand; and what must not matter."""
+"""Every preset against its formula, on [sequence, token] in fp64, and against numbers by hand; and what must not matter."""
 
 import math
 from typing import Any
@@ -186,6 +186,51 @@ def _two_sequences():
     old = torch.tensor([0.5, 0.2, 0.4], dtype=torch.float64).log()
     batch, scores = plain_step([2, 1], [1.0, -1.0], old + ratios.log(), old, labels=torch.arange(3))
     return batch, TokenScores(scores.logprob, torch.tensor([0.9, 1.1, 0.9], dtype=torch.float64))
+
+
+# s_1 = sqrt(1.1 · 1.3) = 1.195826…, above 1.0004; s_2 = 0.7, below 0.9997 with A < 0
+HAND = {
+    "decoupled_ppo": -(1.1 + 1.2 - 0.8) / 3,  # the sampler is π_old; apart from it: test_masks.py
+    "opsm": -((1.1 + 1.2) / 2 - 0.8) / 2,  # the masks take gradients, not values
+    "m2po": -(1.1 + 1.2 - 0.8) / 3,
+    **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), -(1.1 + 1.2 - 0.8) / 3),
+    # min(s A, clip) = 1.0004 twice and −0.9997; KL of the first token 1.1 ln 1.1 − 0.1 = 0.00484120
+    "tepo": -(1.0004 + 1.0004 - 0.9997 - 0.0048412) / 3,
+    "tepo_markov": -(1.0004 + 1.0004 - 0.9997) / 3,
+    "grpo": -((1.1 + 1.2) / 2 - 0.8) / 2,
+    "dapo": -(1.1 + 1.28 - 0.8) / 3,
+    "gspo": -(1.0004 - 0.9997) / 2,
+    "gspo_token": -(1.0004 - 0.9997) / 2,
+    # lengths 2 and 1: (2 · 1.0025 − 1 · 0.998) over 2 sequences
+    "luspo": -(2 * 1.0025 - 0.998) / 2,
+    # no |ln r| is above 0.4: sqrt(1.43) − 0.7
+    "gmpo": -(1.1958261 - 0.7) / 2,
+    # ln 1.43 = 0.3577 and ln 0.7 = −0.3567 are bounded: exp(0.03 √2) − exp(−0.03)
+    "fspo": -(1.0433392 - 0.9704455) / 2,
+    # arithmetic means 1.2 and 0.7, clipped as GSPO's
+    "holder_po": -(1.0004 - 0.9997) / 2,
+    # 4 σ(0.1) = 2.0999167, 4 σ(0.3) = 2.2977701, 4/1.05 · σ(−0.315) = 1.6072212
+    "sapo": -((2.0999167 + 2.2977701) / 2 - 1.6072212) / 2,
+    # p moves by 0.05, 0.06, −0.12, and the binary KLs are 0.0050, 0.0099, 0.0333: all tokens count, as for CISPO
+    "dppo_tv": (0.657621 + 1.751196 - 0.891076) / 3,
+    "dppo_kl": (0.657621 + 1.751196 - 0.891076) / 3,
+    # the ratio of the token with A < 0 is below 3
+    "two_sided_clip": -((1.1 + 1.2) / 2 - 0.8) / 2,
+    "dr_grpo": -(1.1 + 1.2 - 0.8) / 2048,
+    # mean log π_old −1.072959, mean A 1/3: covariances 0.25321, −0.35765, −0.20889; none is in [1, 5]
+    "clip_cov": -(1.1 + 1.2 - 0.8) / 3,
+    # the first token has the highest covariance: |ln 1.1| = 0.0953102
+    "kl_cov": -(1.1 + 1.3 - 0.7 - 0.0953102) / 3,
+    # r A log π: 1.1 ln 0.55 + 1.3 ln 0.26 − 0.7 ln 0.28 = −0.657621 − 1.751196 + 0.891076
+    "cispo": (0.657621 + 1.751196 - 0.891076) / 3,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_hand_computed(preset):
+    batch, scores = _two_sequences()
+    output = Step(batch, scores).output(build_objective(ObjectiveConfig(preset=preset)))
+    assert (output.numerator / output.denominator).item() == pytest.approx(HAND[preset], rel=1e-5)
 
 
 def test_hand_computed_metrics():
