@@ -24,8 +24,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
-from tepo_megatron.trainer.megatron import TRANSFORMER_ENGINE
-from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, Packages
+from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, TRANSFORMER_ENGINE, Packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
 from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options, one_length
