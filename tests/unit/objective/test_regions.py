@@ -264,3 +264,12 @@ def test_a_range_that_cannot_act_is_refused(objective, train, sentence):
 def test_a_range_far_from_usual_is_reported(low, effect):
     with pytest.warns(UserWarning, match=f"trust_region.low = {low:g} with scale = length .*{effect}"):
         ObjectiveConfig(trust_region={**FIXED, "low": low})
+
+
+@given(st.floats(-20, 20), st.floats(0.1, 4), st.sampled_from([-2.0, 0.0, 1.5]))
+def test_the_soft_gate_is_steepest_at_a_ratio_of_one(delta, tau, advantage):
+    region = {"kind": "soft_gate", "tau_positive": tau, "tau_negative": tau}
+    _, (by_log, at_one), *_ = surrogates({"trust_region": region}, [delta, 0.0], [advantage, advantage])
+    assert at_one == pytest.approx(advantage)
+    assert abs(by_log) <= abs(advantage) * math.exp(delta) * (1 + 1e-12)
+    assert by_log * advantage >= 0
