@@ -22,7 +22,6 @@ from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime import rank
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
-from tepo_megatron.runtime.rank import under_torchrun
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
@@ -70,7 +69,7 @@ def train(
         config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
     )
     prepare_run(run, overwrite=overwrite)
-    if under_torchrun():
+    if rank.under_torchrun():
         if code := train_as_rank(run, extensions):  # ends the process, as torchrun's agent expects
             sys.exit(code)
     elif run.engine.parallel.world_size == 1:
