@@ -74,7 +74,7 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
 
     engine = Engine(config, Path(config.model.path))
     rollouts = random_rollouts(_SEQUENCES, _TOKENS - 1, _VOCAB, prompt=1, logprob=-6.0) if engine.ranks.rank == 0 else None

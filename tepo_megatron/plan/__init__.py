@@ -322,7 +322,7 @@ def check_exact(plan: Plan) -> list[list[int]]:
     parallel = plan.config.engine.parallel
     request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}
     done = subprocess.run(
-        [sys.executable, "-m", "tepo_megatron.trainer.megatron.parameter_count"],
+        [sys.executable, "-m", "tepo_megatron.trainer.megatron.model.parameter_count"],
         input=json.dumps(request),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,

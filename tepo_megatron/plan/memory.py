@@ -32,7 +32,7 @@ _FP8_COPIES = 2  # by rows and by columns
 
 _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
-PART_ELEMENTS = 2**26  # weights per part in ``trainer/megatron/policy.py``
+PART_ELEMENTS = 2**26  # weights per part in ``trainer/megatron/policy/__init__.py``
 
 _HOST_STATE_BYTES = 20  # fp32 weight and moments 12, pinned gradient 4, which torch rounds up to a power of two
 

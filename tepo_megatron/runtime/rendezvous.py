@@ -99,7 +99,7 @@ def refuse_pickles() -> None:
 def _refuse_to_unpickle(_bytes: object) -> NoReturn:
     raise RuntimeError(
         "a collective of Python objects (all_gather_object, broadcast_object_list, …) would unpickle what another process "
-        "sent; send tensors or JSON (tepo_megatron.trainer.megatron.collectives)"
+        "sent; send tensors or JSON (tepo_megatron.trainer.megatron.parallel.collectives)"
     )
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batch import broadcast
-from tepo_megatron.trainer.megatron.collectives import _KEPT, RootSignal, broadcast_json
+from tepo_megatron.trainer.megatron.parallel.batch import broadcast
+from tepo_megatron.trainer.megatron.parallel.collectives import _KEPT, RootSignal, broadcast_json
 from tepo_megatron.trainer.packing import pack
 from tests.support.launch import run_dist
 

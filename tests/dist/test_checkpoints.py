@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
-from tepo_megatron.trainer.megatron import checkpoints
+from tepo_megatron.trainer.megatron.policy import checkpoints
 from tepo_megatron.weights.storage import stored
 from tepo_megatron.weights.storage.manifest import CheckpointManifest
 from tests.support.checkpoints import flip_bit, shards

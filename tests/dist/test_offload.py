@@ -19,7 +19,7 @@ Outcome = dict[str, str]
 
 def train(config: dict[str, Any], *, moves: bool) -> Outcome:
     """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
-    from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors, inner_optimizers
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors, inner_optimizers
 
     engine = make_engine(config, shares_gpus=moves)
 

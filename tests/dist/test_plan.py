@@ -63,7 +63,7 @@ def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
     split = MegatronParallel(2, 2, stages=pipeline_stages_of(spec, parallel))
     held = [sum(math.prod(shape) for shape in rank.params.values()) for rank in megatron_ranks(spec, split)]
     request = json.dumps({"spec": asdict(spec), "parallel": parallel.model_dump()})
-    command = [sys.executable, "-m", "tepo_megatron.trainer.megatron.parameter_count"]
+    command = [sys.executable, "-m", "tepo_megatron.trainer.megatron.model.parameter_count"]
     counted = subprocess.run(command, input=request, capture_output=True, text=True, check=True).stdout
     assert json.loads(counted.splitlines()[-1]) == [held[:2], held[2:]]
 

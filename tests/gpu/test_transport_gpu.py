@@ -144,7 +144,7 @@ def test_what_goes_to_another_gpu_is_passed_on_there() -> None:
 
 
 def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
-    from tepo_megatron.trainer.megatron.offload import Offloader
+    from tepo_megatron.trainer.megatron.policy.offload import Offloader
 
     device = torch.device("cuda", 0)
     whole = torch.randn(2**24, device=device)

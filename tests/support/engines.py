@@ -194,7 +194,7 @@ def bits_of(tensors: Mapping[str, Tensor]) -> str:
 
 def states_of(engine: Any) -> dict[str, Tensor]:
     """This rank's masters and Adam states."""
-    from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates
 
     held = OptimizerStates(engine.policy.optimizer).collect(engine.policy.trained)
     return {f"{name} {kind}": value for name, kind, value in held}

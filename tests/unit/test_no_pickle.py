@@ -33,7 +33,7 @@ _PROGRAMS = "programs that the model wrote, where reward.run_code says so: withi
 ALLOWED = {
     ("tepo_megatron/sampler/vllm/plugin/patches.py", "pickle"): "reads only what carries a signature under the run's key",
     (
-        "tepo_megatron/trainer/megatron/collectives.py",
+        "tepo_megatron/trainer/megatron/parallel/collectives.py",
         "all_gather_object",
     ): "is exchanged for one that sends JSON, for Megatron",
     ("tepo_megatron/tools/results.py", "torch.multiprocessing"): _PIPES,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tepo_megatron.runtime import rendezvous, torchrun
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tools.faults.processes import wait_until
-from tepo_megatron.trainer.megatron.collectives import all_gather_json, objects_as_json
+from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
 from tests.support.launch import run_dist
 from tests.support.processes import listeners, python_programs

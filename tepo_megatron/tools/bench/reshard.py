@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tepo_megatron.tools.bench.recipes import llama
 from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
-from tepo_megatron.trainer.megatron.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.weights.architecture import ModelSpec, model_spec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks

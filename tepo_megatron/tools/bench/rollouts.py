@@ -28,7 +28,7 @@ from tepo_megatron.sampler.vllm.wire import head_frame, read_responses, response
 from tepo_megatron.tools.bench.recipes import make_model
 from tepo_megatron.tools.bench.step import SIZES
 from tepo_megatron.tools.results import Child, Report, Table, in_processes, median_and_range
-from tepo_megatron.trainer.megatron.batch import broadcast
+from tepo_megatron.trainer.megatron.parallel.batch import broadcast
 from tepo_megatron.trainer.packing import pack
 
 _IDLE_S = 1.5  # between two draws: vLLM's worker spins for a second after its last message

@@ -16,9 +16,9 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron import offload
 from tepo_megatron.trainer.megatron.gpu import check_config
-from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates
+from tepo_megatron.trainer.megatron.policy import offload
+from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.weights.architecture import read_model_spec
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) < 3e38)

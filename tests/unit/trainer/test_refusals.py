@@ -25,7 +25,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron import engine
 from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import fp8, model
-from tepo_megatron.trainer.megatron.platform import Platform
+from tepo_megatron.trainer.megatron.parallel import Platform
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split, pipeline_stages_of
 

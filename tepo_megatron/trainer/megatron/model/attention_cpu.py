@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tepo_megatron.trainer.megatron.batch import rank_order
+from tepo_megatron.trainer.megatron.parallel.batch import rank_order
 
 
 class PackedDotProductAttention(torch.nn.Module):

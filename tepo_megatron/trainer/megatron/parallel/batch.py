@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tepo_megatron.core.rollout import SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch, TokenScores
-from tepo_megatron.trainer.megatron.collectives import broadcast_json
-from tepo_megatron.trainer.megatron.platform import Ranks
+from tepo_megatron.trainer.megatron.parallel import Ranks
+from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 
 _PIECE_BYTES = 2**28  # limits GPU memory: a step's routes are gigabytes
 _ON_HOST = ("routed_experts_T", "mask_counts", "mask_ids")

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors, inner_optimizers
 from tepo_megatron.trainer.megatron.policy import Policy
+from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors, inner_optimizers
 
 Part = Literal["weights", "optimizer", "gradients"]
 

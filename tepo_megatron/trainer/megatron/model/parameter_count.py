@@ -1,6 +1,6 @@
 """Counts parameters of every rank's real Megatron model, without memory, GPU and world.
 
-python -m tepo_megatron.trainer.megatron.parameter_count < REQUEST.json
+python -m tepo_megatron.trainer.megatron.model.parameter_count < REQUEST.json
 
 REQUEST.json has ``spec`` (ModelSpec) and ``parallel`` (ParallelConfig). Prints [pp_rank][tp_rank] counts.
 """
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
-from tepo_megatron.trainer.megatron.platform import Platform, select_platform, split_world
+from tepo_megatron.trainer.megatron.parallel import Platform, select_platform, split_world
 from tepo_megatron.weights.architecture import ModelSpec
 
 

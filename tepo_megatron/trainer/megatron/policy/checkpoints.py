@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path, sync_folder
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
-from tepo_megatron.trainer.megatron.collectives import all_gather_json, broadcast_json
-from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates
+from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, broadcast_json
 from tepo_megatron.trainer.megatron.policy import Policy
-from tepo_megatron.trainer.megatron.weights import PolicyWeights
+from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
+from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
 from tepo_megatron.trainer.protocol import SavedCheckpoint
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.layouts import MegatronParallel
