@@ -6,9 +6,11 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -21,20 +23,30 @@ INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_
 WGRAD = "fused_weight_gradient_mlp_cuda"  # apex' extension: adds weight gradients to Megatron's buffer
 
 
-class _TransformerEngine(MetaPathFinder):
+class _BeforeMegatron(MetaPathFinder):
     """Tries Transformer Engine before Megatron-Core's first import, and hides it if it is broken.
 
     Megatron-Core imports it wherever it is installed and survives an ImportError only. A missing or foreign torch part raises
     FileNotFoundError or OSError, which would end every run, those with ``engine.layers=local`` too.
+
+    Where torch has no CUDA, Megatron-Core's fused functions are not compiled: on a CPU that gains nothing, and ``torch.compile``
+    imports its compiler in every rank (2 s of a core, 70 MB).
     """
 
     problem: str | None = None
     """Why the Transformer Engine that is installed is not used."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if fullname == "megatron.core":
-            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # importlib iterates over the old list
-            self._try()
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != "megatron.core":
+            return None
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # importlib iterates over the old list
+        self._try()
+        import torch
+
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None and torch.version.cuda is None:
+            spec.loader.exec_module = partial(_import_uncompiled, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
 
     def _try(self) -> None:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -48,7 +60,19 @@ class _TransformerEngine(MetaPathFinder):
             sys.modules["transformer_engine"] = None  # type: ignore[assignment] # its imports raise ModuleNotFoundError
 
 
-TRANSFORMER_ENGINE = _TransformerEngine()
+def _import_uncompiled(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    import torch
+
+    compiled = torch.compile
+    setattr(torch, "compile", lambda function, **_: function)  # noqa: B010 # mypy knows torch.compile by its type
+    try:
+        execute(module)
+    finally:
+        setattr(torch, "compile", compiled)  # noqa: B010
+    module.jit.disable_jit_fuser()
+
+
+TRANSFORMER_ENGINE = _BeforeMegatron()
 sys.meta_path.insert(0, TRANSFORMER_ENGINE)
 
 
