@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.addition import heldout_problems, train_problems
+from tepo_megatron.tasks.data.problems import load_problems
 
-SPLITS = {"train": train_problems()[:900], "test": heldout_problems()[:100]}
+SPLITS = {"train": load_problems("builtin:addition")[:900], "test": load_problems("builtin:addition-heldout")[:100]}
 
 
 def sum_row(problem: Problem) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.addition import heldout_problems, train_problems
+from tepo_megatron.tasks.data.problems import load_problems
 
 HERE = Path(__file__).parent
 
@@ -16,5 +16,5 @@ def line_of(problem: Problem) -> str:
     return json.dumps(entry) + "\n"
 
 
-for name, problems in (("problems", train_problems()[:600]), ("heldout", heldout_problems()[:100])):
-    (HERE / f"{name}.jsonl").write_text("".join(line_of(problem) for problem in problems))
+for name, source, count in (("problems", "builtin:addition", 600), ("heldout", "builtin:addition-heldout", 100)):
+    (HERE / f"{name}.jsonl").write_text("".join(line_of(problem) for problem in load_problems(source)[:count]))

@@ -17,9 +17,9 @@ import random
 import shutil
 import string
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import sentencepiece
 import torch
@@ -29,11 +29,9 @@ from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig,
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
-from tepo_megatron.tasks.data import addition, stack_machine
+from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.stack_machine import LEAVES, NUM_HELDOUT, OPERATORS, Tree, problems_with_trees, value_of
 from tepo_megatron.tasks.data.tokenizer import UNKNOWN_TEXT, Tokenizer, load_tokenizer
-
-TASKS: Mapping[str, ModuleType] = {"addition": addition, "stack-machine": stack_machine}
 
 
 class CrossEntropy:
@@ -53,7 +51,7 @@ class CrossEntropy:
         return ObjectiveOutput(-(scores.logprob * batch.loss_mask_T).sum(), context.denominator)
 
 
-def random_model(folder: Path, seed: int, task: ModuleType) -> None:
+def random_model(folder: Path, seed: int, task: str) -> None:
     """The architecture, with random weights and the tokenizer of the task."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -73,7 +71,7 @@ def random_model(folder: Path, seed: int, task: ModuleType) -> None:
         eos_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    train_char_tokenizer((problem.prompt for problem in task.train_problems()), folder)
+    train_char_tokenizer((problem.prompt for problem in load_problems(f"builtin:{task}")), folder)
 
 
 def as_rollouts(examples: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Rollout]:
@@ -90,7 +88,7 @@ def as_rollouts(examples: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--task", choices=TASKS, default="addition")
+    parser.add_argument("--task", choices=("addition", "stack-machine"), default="addition")
     parser.add_argument("--steps", type=int, default=190)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--noise", type=float, default=0.1, help="fraction of the solutions with a slip")
@@ -102,7 +100,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder)
-        random_model(start, args.seed, TASKS[args.task])
+        random_model(start, args.seed, args.task)
         tokenizer = load_tokenizer(start)
         config = RunConfig(
             engine=EngineConfig(micro_batch_tokens=8192),
@@ -207,7 +205,7 @@ def _write_json(path: Path, value: dict[str, object] | dict[str, str]) -> None:
 def addition_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """(prompt, response) pairs. ``noise``: probability in [0, 1] of a slip, which makes the result wrong."""
     rng = random.Random(seed)
-    problems = addition.train_problems()
+    problems = load_problems("builtin:addition")
     examples: list[tuple[str, str]] = []
     while len(examples) < n:
         rng.shuffle(problems)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from sizes import SIZES, WARM_UP, Size  # type: ignore[import-not-found]  # beside this file
 
-from tepo_megatron.tasks.data.addition import train_problems
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tools.results import Report, Table, markdown, median_and_range
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.storage.hf_folder import write_model
@@ -150,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tepo-against-trl-") as temporary:
         work = Path(temporary)
         problems = work / "problems.jsonl"
-        lines = (json.dumps({"prompt": each.prompt, "answer": each.answer}) for each in train_problems())
+        lines = (json.dumps({"prompt": each.prompt, "answer": each.answer}) for each in load_problems("builtin:addition"))
         problems.write_text("\n".join(lines) + "\n")
         models = {"tiny": resolve_model_path("builtin:tiny")}
         for name in args.sizes.split(","):

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.tasks.data.addition import train_problems
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tools.faults import program
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_gone, wait_until
@@ -213,7 +213,7 @@ def make_rollouts(folder: Path, steps: int) -> Path:
     rng = random.Random(0)
     for step in range(steps):
         rollouts = []
-        problems = random.Random(step).sample(train_problems(), 16)
+        problems = random.Random(step).sample(load_problems("builtin:addition"), 16)
         for number, problem in enumerate(problems):
             prompt, response = problems[number // 4 * 4].prompt, f"{problem.prompt}{problem.answer} {problem.answer}"
             ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from examples.tiny.make_warm_start import ALPHABET, addition_examples, stack_machine_examples
-from tepo_megatron.tasks.data import addition, builtin, stack_machine
+from tepo_megatron.tasks.data import builtin, stack_machine
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.stack_machine import LEAVES
@@ -22,7 +22,7 @@ from tepo_megatron.tasks.reward.programs import StackMachine
 
 def test_the_split_of_sums_is_the_published_one_and_covers_each_once() -> None:
     """The order comes from SHA-256, so these constants hold on every machine and version."""
-    train, heldout = addition.train_problems(), addition.heldout_problems()
+    train, heldout = load_problems("builtin:addition"), load_problems("builtin:addition-heldout")
     assert (len(train), len(heldout)) == (7900, 200)
     sums = {f"{a}+{b}": str(a + b) for a in range(10, 100) for b in range(10, 100)}
     assert {p.id: p.answer for p in train + heldout if p.prompt == f"{p.id}="} == sums
@@ -39,7 +39,7 @@ def test_examples_without_noise_are_worked_out_and_repeat_after_all_problems() -
         tens = f"{a // 10}+{b // 10}+{carry}={a // 10 + b // 10 + carry}"
         assert response == f"{a % 10}+{b % 10}={units} {tens} {a + b}"
     prompts = [prompt for prompt, _ in examples]
-    assert set(prompts[:7900]) == set(prompts[7900:]) == {p.prompt for p in addition.train_problems()}
+    assert set(prompts[:7900]) == set(prompts[7900:]) == {p.prompt for p in load_problems("builtin:addition")}
     assert prompts[:7900] != prompts[7900:]
 
 

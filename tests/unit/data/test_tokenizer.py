@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from examples.tiny.make_warm_start import ALPHABET, addition_examples, train_char_tokenizer
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data import addition
-from tepo_megatron.tasks.data.problems import encode_prompt
+from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
 
@@ -106,7 +105,7 @@ class TestShippedTokenizer:
                 tokenizer.turn_ids([("user", "1")], ended=True)
 
     def test_prompts(self, tiny: Tokenizer) -> None:
-        assert all(tiny.decode(encode_prompt(tiny, item)) == item.prompt for item in addition.heldout_problems())
+        assert all(tiny.decode(encode_prompt(tiny, item)) == item.prompt for item in load_problems("builtin:addition-heldout"))
         with pytest.raises(ValueError, match=r"problem 'sum-7' has characters that the tokenizer does not know: 'A×'"):
             encode_prompt(tiny, Problem("sum-7", "A 3×4 A=", "12"))
 

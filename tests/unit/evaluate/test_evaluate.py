@@ -21,7 +21,7 @@ from tepo_megatron.config.data import EvaluationSetConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.tasks.data import addition
+from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, evaluate_all, load_sets, verifier_pools
 from tepo_megatron.tasks.protocol import RewardResult
@@ -30,7 +30,7 @@ from tepo_megatron.tasks.reward.verifiers import last_word
 from tests.unit.test_extending import section
 
 TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny"))))
-PROBLEMS = addition.heldout_problems()[:4]
+PROBLEMS = load_problems("builtin:addition-heldout")[:4]
 
 
 def response(text: str) -> Response:

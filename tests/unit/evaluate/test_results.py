@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.tasks.data import addition
+from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.evaluate.results import compare_results, read_results, write_results
 from tepo_megatron.tasks.evaluate.standalone import StoredResponses
 from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
 
-PROBLEMS = addition.heldout_problems()[:20]
+PROBLEMS = load_problems("builtin:addition-heldout")[:20]
 
 
 def write(folder: Path, solved: int, *, problems: list[Problem] = PROBLEMS, temperature: float = 0.6) -> None:
