@@ -16,7 +16,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.core.scores.noise import rerounded
+from tepo_megatron.core.scores import rerounded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.checkpoint_folder import read_state
 from tepo_megatron.trainer.protocol import Trainer, trainer_kind

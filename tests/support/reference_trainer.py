@@ -20,8 +20,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.core.scores import logprob_and_entropy
-from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
+from tepo_megatron.core.scores import logprob_and_entropy, noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, read_state

@@ -142,9 +142,9 @@ def metrics_in_code() -> dict[str, str]:
                 for key in _keys_written(node):
                     if NAME.fullmatch(key) and key not in NOT_METRICS:
                         found[key] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-    quantiles = keys("tepo_megatron/core/scores/noise.py", "_QUANTILES")
+    quantiles = keys("tepo_megatron/core/scores/__init__.py", "_QUANTILES")
     found |= {f"time/{name}": "run/metrics.py: PHASES" for name in (*PHASES, "other", "step")}
-    found |= {f"{name}/{label}": "core/scores/noise.py" for name in NOT_METRICS for label in quantiles}
+    found |= {f"{name}/{label}": "core/scores/__init__.py" for name in NOT_METRICS for label in quantiles}
     return found | dict.fromkeys(("step", "ess", "loss", "grad_norm", "lr", "response_tokens"), "run/step/minibatches.py")
 
 

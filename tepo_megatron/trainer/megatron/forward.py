@@ -15,8 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tepo_megatron.config import EngineConfig
-from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
+from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy, noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
+from tepo_megatron.core.scores import (
+    fused_linear,
+    fused_linear_logprob_and_entropy,
+    logprob_and_entropy,
+    noise_quantiles,
+    rerounded,
+)
 from tepo_megatron.core.types import TokenScores
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tests.support.dense_scores import BACKENDS, cases, compare, compare_fused, dense_logprob_and_entropy, loss
