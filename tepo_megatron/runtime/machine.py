@@ -34,6 +34,7 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
     from torch import distributed
 
     groups = list(_groups(proc, cgroups))
+    free = [1024 * kib for kib in _numbers(proc / "meminfo", "MemAvailable:")]
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     return Machine(
         gpus=torch.cuda.device_count(),
@@ -42,7 +43,7 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
         ranks=ranks,
         open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
         processes=min([_UNLIMITED, *_threads_left(proc), *(left for group in groups for left in _left(group, "pids"))]),
-        memory=min([_UNLIMITED, *_available(proc), *(left for group in groups for left in _left(group, "memory"))]),
+        memory=min([_UNLIMITED, *free, *(left for group in groups for left in _left(group, "memory"))]),
         address_space=min(_limit(resource.RLIMIT_AS), _limit(resource.RLIMIT_DATA)),
         shared_memory=_free_shared_memory(),
     )
@@ -85,11 +86,11 @@ def _free_shared_memory() -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def _available(proc: Path) -> Iterator[int]:
+def _numbers(file: Path, *names: str) -> Iterator[int]:
     with suppress(OSError):
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
+        for name, number, *_ in map(str.split, file.read_text().splitlines()):
+            if name in names:
+                yield int(number)
 
 
 def _threads_left(proc: Path) -> Iterator[int]:
@@ -117,13 +118,5 @@ def _left(group: Path, controller: str) -> Iterator[int]:
     for limit, usage in pairs[controller]:
         with suppress(OSError, ValueError):  # no such file, or "max"
             left = int((group / limit).read_text()) - int((group / usage).read_text())
-            yield max(0, left + (_cached(group) if controller == "memory" else 0))
-
-
-def _cached(group: Path) -> int:
-    with suppress(OSError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    return 0
+            cached = _numbers(group / "memory.stat", "inactive_file", "total_inactive_file") if controller == "memory" else ()
+            yield max(0, left + next(iter(cached), 0))

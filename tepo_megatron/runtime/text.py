@@ -72,7 +72,7 @@ def printable(text: str, encoding: str | None = None) -> str:
 
     def shown(match: re.Match[str]) -> str:
         item = match[0]
-        return item if item.isprintable() and (encoding is None or _is_in(item, encoding)) else _escaped(item)
+        return item if item.isprintable() and (encoding is None or item.encode(encoding, "ignore")) else _escaped(item)
 
     return _NOT_ASCII.sub(shown, text)
 
@@ -83,14 +83,6 @@ def echo(text: str, *, err: bool = False) -> None:
     if stream is not None:  # it was closed before Python started
         stream.write(printable(text, stream.encoding) + "\n")
         stream.flush()
-
-
-def _is_in(character: str, encoding: str) -> bool:
-    try:
-        character.encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _escaped(character: str) -> str:
