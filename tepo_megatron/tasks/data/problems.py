@@ -12,8 +12,8 @@ from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.runtime.user_code import unknown
-from tepo_megatron.tasks.data import stack_machine
 from tepo_megatron.tasks.data.rows import DataFiles, DataRow
+from tepo_megatron.tasks.data.stack_machine import NUM_HELDOUT, problems_with_trees
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 
@@ -33,12 +33,12 @@ def _guess_number(name: str, rounds: int) -> list[Problem]:
 
 
 _BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
-    "addition": lambda: _sums()[200:],
-    "addition-heldout": lambda: _sums()[:200],
+    "addition": lambda: _sums()[NUM_HELDOUT:],
+    "addition-heldout": lambda: _sums()[:NUM_HELDOUT],
     "guess-number": partial(_guess_number, "game", 20),
     "guess-number-heldout": partial(_guess_number, "heldout", 4),
-    "stack-machine": stack_machine.train_problems,
-    "stack-machine-heldout": stack_machine.heldout_problems,
+    "stack-machine": lambda: [problem for problem, _ in problems_with_trees()[NUM_HELDOUT:]],
+    "stack-machine-heldout": lambda: [problem for problem, _ in problems_with_trees()[:NUM_HELDOUT]],
 }
 
 

@@ -14,15 +14,6 @@ NUM_TRAIN = 10_000
 _TESTS = 6
 
 
-def train_problems() -> list[Problem]:
-    return [problem for problem, _ in problems_with_trees()[NUM_HELDOUT:]]
-
-
-def heldout_problems() -> list[Problem]:
-    """Any first n are a fair sample."""
-    return [problem for problem, _ in problems_with_trees()[:NUM_HELDOUT]]
-
-
 @cache
 def problems_with_trees() -> tuple[tuple[Problem, Tree], ...]:
     """Drawn from digests: random generators may change between versions."""

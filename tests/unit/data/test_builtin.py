@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from examples.tiny.make_warm_start import ALPHABET, addition_examples, stack_machine_examples
-from tepo_megatron.tasks.data import builtin, stack_machine
+from tepo_megatron.tasks.data import builtin
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.stack_machine import LEAVES
@@ -50,7 +50,7 @@ def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
     assert wrong == 2000 if noise == 1 else abs(wrong / 2000 - 0.3) < 0.08  # 7.8 standard deviations
 
 
-BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
+BY_PROMPT = {problem.prompt: problem for problem in load_problems("builtin:stack-machine")}
 SCORE = StackMachine().score
 
 
