@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +20,7 @@ OutputFolder = Annotated[Path, Option(help="Folder for the results.")]
 _RESULTS = Path("docs/results/data")
 
 
-def _say(line: str) -> None:
-    echo(line, err=True)
+_say = partial(echo, err=True)
 
 
 def _finish(report: Report, output: Path, as_json: bool) -> None:

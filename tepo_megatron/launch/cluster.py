@@ -125,8 +125,7 @@ class ClusterRun:
             raise ValueError(
                 f"no job was submitted for output {self.config.output} ({path} is not there); start one with 'tepo launch'"
             )
-        saved: dict[str, Any] = json.loads(answer.stdout)
-        return saved
+        return json.loads(answer.stdout)
 
     @property
     def newest_job(self) -> str:

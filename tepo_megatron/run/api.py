@@ -137,8 +137,7 @@ class TrainResult:
     def best(self, name: str = "accuracy/greedy", choose: Callable[..., Any] = max) -> Mapping[str, Any]:
         """Returns the first row with the largest value (``choose=min``: the smallest)."""
         self.column(name)
-        row: Mapping[str, Any] = choose((row for row in self.rows if row.get(name) is not None), key=lambda row: row[name])
-        return row
+        return choose((row for row in self.rows if row.get(name) is not None), key=lambda row: row[name])
 
 
 def _read_arguments(

@@ -107,17 +107,14 @@ class _Rank:
         world = list(range(plan.num_sources + plan.num_destinations))
         pairs = _group(world, rank)
         assert pairs is not None
-        self._pairs = pairs
+        self.pairs = pairs
         self._star = _group([0, *world[plan.num_sources :]], rank)  # the trainer's rank 0 and the destinations
         self.digest_seconds = 0.0
-
-    def close(self) -> None:
-        self._pairs.close()
 
     def reshard(self, digest: Callable[[Tensor], Tensor]) -> None:
         step = move.send if self.is_source else move.receive
         with mock.patch.object(move, "digest", digest):
-            step(self._pairs, self._queues, self.params, self._dtype)
+            step(self.pairs, self._queues, self.params, self._dtype)
 
     def timed_digest(self, data: Tensor) -> Tensor:
         start = time.thread_time()
@@ -146,13 +143,13 @@ class _Rank:
 
     def raw_copy(self) -> None:
         """As large as the messages, without digests."""
-        queues, start = self._queues, self._pairs.send if self.is_source else self._pairs.receive
+        queues, start = self._queues, self.pairs.send if self.is_source else self.pairs.receive
         largest = max(move.numel_of(message) for queue in queues.values() for message in queue)
         slots = {(peer, slot): torch.zeros(largest, dtype=self._dtype) for peer in queues for slot in range(move.WINDOW)}
         for number in range(max(map(len, queues.values())) + move.WINDOW):
             for peer, queue in queues.items():
                 if 0 <= number - move.WINDOW < len(queue):
-                    self._pairs.wait(peer, number - move.WINDOW)
+                    self.pairs.wait(peer, number - move.WINDOW)
                 if number < len(queue):
                     numel = move.numel_of(queue[number])
                     start(slots[peer, number % move.WINDOW][:numel], peer, number)
@@ -218,7 +215,7 @@ def _measure(rank: int, setting: ReshardSetting, repeats: int) -> list[dict[str,
                 "digest_seconds": _greatest(min(digest_seconds)) if name == _OURS else 0.0,
             }
         )
-    local.close()
+    local.pairs.close()
     return rows
 
 

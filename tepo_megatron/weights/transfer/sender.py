@@ -199,8 +199,7 @@ class ReceiveOrder:
 
     @property
     def wire(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @cached_property
     def incoming(self) -> Queues:

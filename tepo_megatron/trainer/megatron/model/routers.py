@@ -99,8 +99,7 @@ class Routers:
         loss = _auxiliary_loss(logits_tE, load_LE[layer], self.local(share.real_t), self._experts, self._balance.coefficient)
         self._aux_loss[0] += loss.detach()
         self._has_loss = True
-        attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
-        return attached
+        return MoEAuxLossAutoScaler.apply(probabilities, loss)
 
     def count(self, layer: int, share: Share, experts_tk: Tensor, router_choice_tk: Tensor, recorded_t: Tensor | None) -> None:
         if not self._counting:

@@ -35,8 +35,7 @@ def transport_names() -> tuple[str, ...]:
 def find_transport(name: TransportName) -> TransportSpec:
     if name not in transport_names():
         raise ValueError(f"rollout.server.transport = {name} is not known; known: {', '.join(transport_names())}")
-    transport: TransportSpec = import_module(f"{__name__}.{name}").TRANSPORT
-    return transport
+    return import_module(f"{__name__}.{name}").TRANSPORT
 
 
 @dataclass(frozen=True)
