@@ -154,9 +154,7 @@ class NewRun:
             self.nodes = _ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1")
 
     def text(self, output: Path | None) -> str:
-        """Raises ValueError for a prompt too long for the model, GPUs without a simple layout, and a run that the model
-        forbids.
-        """
+        """Raises ValueError for too long a prompt, GPUs without a simple layout, and a run that the model forbids."""
         spec = read_model_spec(self._folder)
         self._tokenizer.check_model()
         longest = max(len(encode_prompt(self._tokenizer, problem)) for problem in [*self._train, *self._heldout])

@@ -241,9 +241,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of user code, and sentences for their excess. ``what`` names the code, ``section`` of the configuration has the
-    limits.
-    """
+    """Limits of user code, with sentences for excess. ``what`` names the code; ``section``, of the configuration, has them."""
 
     what: str
     section: str

@@ -96,9 +96,7 @@ class WeightReceiver(Protocol):
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all tensors even on an error: ranks gather them
-        together.
-        """
+        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all even on an error: the ranks gather them."""
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
         """Ranks other than 0 call ``sender.update_as_non_root``."""
@@ -137,9 +135,7 @@ class Sampler(WeightReceiver, Protocol):
         """May be repeated."""
 
     def revive(self) -> bool:
-        """Restarts dead servers; if True, update the weights before the next sample. Raises RuntimeError after too many
-        restarts.
-        """
+        """Restarts dead servers; if True, update weights before new samples. Raises RuntimeError after too many restarts."""
 
     def sleep(self) -> None:
         """Frees GPU memory shared with the trainer, including the weights."""
@@ -252,5 +248,4 @@ def make_sampler(config: ServerConfig, *, name: str = "vllm", **options: Unpack[
 def sampler_spec(name: str = "vllm") -> SamplerSpec:
     if name not in _SAMPLERS:
         raise ValueError(f"there is no sampler {name!r}; there is {', '.join(_SAMPLERS)}")
-    spec: SamplerSpec = import_module(_SAMPLERS[name]).SAMPLER
-    return spec
+    return import_module(_SAMPLERS[name]).SAMPLER

@@ -60,9 +60,7 @@ class Sample:
 
     @classmethod
     def of(cls, index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-        """A continued sample needs another seed: its own would repeat the first random numbers. Raises ValueError if ``part``
-        leaves no room.
-        """
+        """A continued sample needs another seed, or it repeats random numbers. Raises ValueError if ``part`` leaves no room."""
         done = _NO_TOKENS if part is None else part.response_ids
         room = sampling.max_new_tokens - done.size
         if room < 1:

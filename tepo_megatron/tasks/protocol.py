@@ -82,9 +82,7 @@ class Task(Protocol):
         return samples
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
-        """Returns a function that answers ``problems``, called with their prompts in this order. ``settings``: of
-        ``Sampler.generate``.
-        """
+        """Returns a function that answers ``problems``, given their prompts in order. ``settings``: of ``generate``."""
         return generate
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:

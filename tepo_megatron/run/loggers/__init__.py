@@ -50,9 +50,7 @@ def check_installed(config: LogConfig) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """Hides fields named …key, …token, …secret or …password, a URL's user and password, and values of such variables of the
-    environment.
-    """
+    """Hides fields …key, …token, …secret, …password, a URL's user and password, and values of such environment variables."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
 

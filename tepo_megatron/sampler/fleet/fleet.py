@@ -22,9 +22,7 @@ T = TypeVar("T")
 
 
 class Fleet(ServerPool, Sampler):
-    """Servers with ``"external"`` placement are left running; ``"colocated"`` ones sleep after starting, reviving and an
-    update, until :meth:`wake_up`.
-    """
+    """``"external"`` servers are left running; ``"colocated"`` sleep after start, revival and update, until :meth:`wake_up`."""
 
     @property
     def weights_version(self) -> WeightsVersion | None:

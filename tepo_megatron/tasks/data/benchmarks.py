@@ -117,9 +117,7 @@ def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """``benchmarks.yaml`` says what its fields are. ``prompt`` and ``answer`` may also be functions of the row; ``more``
-    returns more metadata.
-    """
+    """``benchmarks.yaml`` explains fields. ``prompt``, ``answer`` may be functions of the row; ``more`` returns metadata."""
 
     title: str
     repository: str

@@ -37,9 +37,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
 
 
 class Tokenizer(ABC):
-    """``eos_ids`` end a response; the tokenizer's own comes first. ``vocab_size`` is the largest id plus one; the model may
-    pad its vocabulary.
-    """
+    """``eos_ids`` end a response; the tokenizer's own is first. ``vocab_size``: the largest id plus one, without padding."""
 
     def __init__(self, folder: Path, *, size: int, special: Iterable[int], end: int | None, unknown: int | None) -> None:
         self._folder, self.vocab_size, self.unk_id = folder, size, unknown
@@ -184,12 +182,10 @@ class _SentencePieceTokenizer(Tokenizer):
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
         if special_tokens:
             raise ValueError("a SentencePiece tokenizer.model reads no special tokens in a text; set special_tokens = false")
-        ids: list[int] = self._model.encode(text)
-        return ids
+        return self._model.encode(text)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
-        return text
+        return self._model.decode(ids)
 
     def _name(self, token: int) -> str:
         return str(self._model.id_to_piece(token))
@@ -260,12 +256,10 @@ class _HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
-        ids: list[int] = self._model.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
-        return ids
+        return self._model.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self._model.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _name(self, token: int) -> str:
         return str(self._model.convert_ids_to_tokens(token))

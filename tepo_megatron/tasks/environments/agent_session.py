@@ -287,9 +287,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class AgentSession:
-    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`), in one event loop. A refused request
-    fails the episode.
-    """
+    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`); one event loop. A refusal fails it."""
 
     history: Literal["fail", "restart"]
     tool_calls: str

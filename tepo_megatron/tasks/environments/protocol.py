@@ -35,9 +35,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EpisodeAnswer:
-    """``error``: why the episode failed. ``lost``: why its worker ended; it can begin again. ``suspect``: it may be the
-    cause.
-    """
+    """``error``: why the episode failed. ``lost``: why its worker ended; it can begin again. ``suspect``: maybe the cause."""
 
     episode: int
     answer: dict[str, Any] = field(default_factory=dict)
@@ -57,9 +55,7 @@ class EnvironmentHost(Protocol):
     def busy(self) -> bool: ...
 
     def call(self, episode: int, call: list[Any]) -> None:
-        """Sends ``["reset", problem, seed, alone]`` (``alone``: in a worker without other episodes) or
-        ``["step", *response]``.
-        """
+        """Sends ``["reset", problem, seed, alone]`` (``alone``: in a worker of its own) or ``["step", *response]``."""
 
     def end(self, episode: int) -> None:
         """Further answers are dropped."""
@@ -78,9 +74,7 @@ async def awaited(value: Any) -> Any:
 
 
 class Strangers:
-    """Connections that have not shown a key yet. Beyond ``most`` the oldest is closed, so that nobody takes all threads or
-    open files. Thread-safe.
-    """
+    """Connections without a key so far. Beyond ``most`` the oldest closes: nobody takes all threads or files. Thread-safe."""
 
     def __init__(self, most: int = 64) -> None:
         self._most, self._lock = most, threading.Lock()

@@ -11,9 +11,7 @@ import numpy.typing as npt
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate 1 - C(n - c, k) / C(n, k) for k <= n (Chen et al. 2021, "Evaluating Large Language Models Trained on
-    Code").
-    """
+    """Unbiased estimate 1 - C(n - c, k) / C(n, k) for k <= n (Chen et al. 2021, arXiv 2107.03374)."""
     wrong = num_samples - num_correct
     return 1.0 - prod(max(wrong - i, 0) / (num_samples - i) for i in range(k))
 
@@ -29,9 +27,7 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
 
 
 def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """For each number m of its votes, ``ways[t][s]`` counts the draws of s other samples in which t answers have m and none
-    more.
-    """
+    """For each number m of its votes, ``ways[t][s]`` counts draws of s others in which t answers have m and none more."""
     others = list(counts)
     others.remove(count)
     chance = Fraction()  # the numbers of subsets exceed a float's range

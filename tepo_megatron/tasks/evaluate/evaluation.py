@@ -27,9 +27,7 @@ Pools = Mapping[str | None, Scorer]
 
 @contextmanager
 def verifier_pools(config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> Iterator[Pools]:
-    """Yields each verifier's scorer: the task itself (also for None), or a pool. Raises ValueError for a verifier that
-    cannot score its set.
-    """
+    """Yields each verifier's scorer: the task (also for None), or a pool. Raises ValueError if one cannot score its set."""
     pools: dict[str | None, Scorer] = {None: task, task.verifier: task}
     with ExitStack() as opened:
         for of in sets:

@@ -114,9 +114,7 @@ class StepSetting:
         return list(rows.values())
 
     def draw_lengths(self, ratio: float) -> list[int]:
-        """Lognormal quantiles (tokens with prompt) in a fixed random order; the longest is ``ratio`` times the mean. Raises
-        ValueError for an unreachable ratio.
-        """
+        """Returns lognormal lengths in tokens, the longest ``ratio`` times the mean. Raises ValueError if impossible."""
         count = self.sequences
         if count % _GROUP:
             raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")

@@ -1,6 +1,4 @@
-"""Selects CUDA with NCCL, or a CPU with gloo and a patched Megatron-Core (docs/decisions/005-cpu-patches.md), and divides the
-world into groups.
-"""
+"""Selects CUDA with NCCL, or a CPU with gloo and patches (docs/decisions/005-cpu-patches.md), and divides the world."""
 
 from __future__ import annotations
 

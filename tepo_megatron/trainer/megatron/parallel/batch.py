@@ -52,9 +52,7 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
 
 
 def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
-    """Makes lengths multiples of 2 · cp, with beginnings of the longest sequence: padding must not set a tensor's largest
-    value, by which FP8 may scale.
-    """
+    """Makes lengths multiples of 2 · cp, by beginnings of the longest sequence: padding must set no maximum that scales FP8."""
     lengths_S, multiple = batch.lengths_S, 2 * cp if cp > 1 else 1
     padded_S = (lengths_S + multiple - 1) // multiple * multiple
     longest = int(padded_S.argmax())
