@@ -290,15 +290,19 @@ TOKENIZER_FILES = (
 
 def generation_end_ids(folder: Path) -> list[int]:
     """Nothing else of ``generation_config.json`` is used. Raises ValueError."""
-    path = folder / "generation_config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged, copy it again: {error}") from error
-    ids = raw.get("eos_token_id") if isinstance(raw, dict) else None
+    ids = read_object(folder / "generation_config.json").get("eos_token_id")
     if ids is None:
         return []
     return [ids] if isinstance(ids, int) else list(ids)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns {} if there is no file, or no object in it. Raises ValueError if it is not JSON."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, copy it again: {error}") from error
+    return value if isinstance(value, dict) else {}
 
 
 def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:

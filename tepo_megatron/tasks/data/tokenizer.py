@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.runtime.text import check_text
-from tepo_megatron.weights.architecture import generation_end_ids
+from tepo_megatron.weights.architecture import generation_end_ids, read_object
 
 UNKNOWN_TEXT = "\ufffd"  # visible: without it 9<unk>5 would read as the right answer
 
@@ -119,7 +119,7 @@ class Tokenizer(ABC):
     def check_model(self) -> None:
         """Raises ValueError for ids beyond the model's vocabulary, or no common end token."""
         path = self._folder / "config.json"
-        config = _read_json(path)
+        config = read_object(path)
         rows, ends = config.get("vocab_size"), config.get("eos_token_id")
         if not isinstance(rows, int):
             raise ValueError(f"{path} says vocab_size = {rows!r}; it must be a number")
@@ -173,7 +173,7 @@ class _SentencePieceTokenizer(Tokenizer):
         size: int = model.vocab_size()
         begin, end, unknown = (token if token >= 0 else None for token in (model.bos_id(), model.eos_id(), model.unk_id()))
         super().__init__(folder, size=size, special=filter(model.is_control, range(size)), end=end, unknown=unknown)
-        adds_begin = _read_json(folder / "tokenizer_config.json").get("add_bos_token", True)
+        adds_begin = read_object(folder / "tokenizer_config.json").get("add_bos_token", True)
         self._begin = [begin] if adds_begin and begin is not None else []
 
     def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
@@ -279,14 +279,6 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read, copy it again: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged, copy it again: {error}") from error
-    return value if isinstance(value, dict) else {}
 
 
 def _bytes_of(name: str) -> bytes | None:
