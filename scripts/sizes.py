@@ -21,12 +21,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 45_120,
+    "package, lines": 45_000,
     "tests, lines": 38_780,
     "docs and docstrings, words": 104_850,
-    "public classes and functions": 775,
-    "modules": 254,
-    "modules below 60 lines": 42,
+    "public classes and functions": 770,
+    "modules": 252,
+    "modules below 60 lines": 39,
     "largest folder, files": 17,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
