@@ -91,7 +91,6 @@ class Rank:
             self.process.send_signal(number)
 
     def says(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
     def ends(self) -> tuple[int, list[str]]:

@@ -128,7 +128,6 @@ def read(path: str) -> Any:
 
 def test_a_commit_runs_what_make_check_runs() -> None:
     recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert recipe is not None
     commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe[1].splitlines()]
     hooks = [hook for source in read(".pre-commit-config.yaml")["repos"] for hook in source["hooks"]]
     assert [re.sub(r"^bash -c '(.*)'$", r"\1", hook["entry"]) for hook in hooks] == commands

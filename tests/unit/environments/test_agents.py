@@ -112,7 +112,6 @@ def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
             continue
         assert (what, result.error, result.reward) == (what, None, REWARDS[what])
         assert (response.finish_reason == "length") >= (what == "never ends")
-        assert response.loss_mask is not None
         context = response.response_ids[~response.loss_mask]
         assert context.tolist() == [3, *[4] * (len(context) - 1)]  # "0", and "1" each time: nothing of the model's
         assert len(context) == (5 if what == "never ends" else 2)  # environment.max_turns
@@ -147,13 +146,11 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
     assert forgot.response_ids[:1].tolist() == [4]  # of the last conversation alone
     assert edited.response_ids[:1].tolist() == [6]
     for response in (forgot, edited):
-        assert response.loss_mask is not None
         runs = "".join("m" if own else "c" for own in response.loss_mask.tolist())
         assert "cm" not in runs.lstrip("c").lstrip("m")
     with opened(config("solve_async")) as pool:
         ((response, result, _),) = play(pool, ["any"])
     assert (result.error, result.reward) == (None, 1.0)
-    assert response.loss_mask is not None
     assert response.response_ids[~response.loss_mask].tolist() == [5, 4, 3, 4]  # of its seed, 1, the second
 
 
@@ -215,7 +212,6 @@ def test_agents_that_cannot_be_are_refused_before_anything_starts(change: dict[s
 )
 def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str, Any], message: str) -> None:
     environment = config(**change).environment
-    assert environment is not None
     with pytest.raises(ValueError, match=message):
         EpisodeTable({**environment.model_dump(), "agent": EnvironmentWorkers.agent_setup(environment, None)})
 
@@ -236,7 +232,6 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
     """With no episode left, and more of them than are left behind; one that ends in time does not count."""
     monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
     environment = config("runs_on").environment
-    assert environment is not None
     desk = EpisodeTable({**environment.model_dump(), "agent": EnvironmentWorkers.agent_setup(environment, None)})
     given = ["", "", "", {}, [], ""]
 
@@ -257,7 +252,6 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
 
 ENVIRONMENT = EnvironmentConfig(name="a.py:solve", adapter="agent")
 SETTINGS = EnvironmentWorkers.agent_setup(ENVIRONMENT, None)
-assert SETTINGS is not None
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}
 
 
@@ -288,7 +282,6 @@ def test_it_listens_on_loopback_alone() -> None:
         models = await client.get("/v1/models", headers=bearer(address.open(talk())))
         assert models.json()["data"][0]["id"] == "policy"
         assert "GET /nothing is not served here" in (await client.get("/nothing")).json()["error"]["message"]
-        assert client.base_url.port is not None
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", client.base_url.port), timeout=10)
 

@@ -94,7 +94,6 @@ def test_an_episode_is_what_both_sides_wrote(data: st.DataObject) -> None:
         assert response.logprobs[[not own for own in mask]].tolist() == [0.0] * mask.count(False)
         assert (response.logprobs[mask] < 0).all()
         if not any(mask):
-            assert end.error is not None
             assert "leave no room for a turn" in end.error
             continue
         assert (end.error, end.reward, response.finish_reason) == (None, reward, reason)

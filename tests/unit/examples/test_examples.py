@@ -93,7 +93,6 @@ def judge() -> Iterator[str]:
     """The judge of the README, on a free port; its base URL."""
     command = [sys.executable, f"{REWARD}/judge_server.py", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
         process.kill()
 
@@ -154,7 +153,6 @@ def test_what_own_objective_shows_and_checks(command: str, monkeypatch: pytest.M
     assert done.exit_code == int("mean_of_means" in command), done.output
     if "mean_of_means" in command:
         shown = re.search(r"the loss is \S+ in one piece, \S+ in micro-batches", (OBJECTIVE / "README.md").read_text())
-        assert shown is not None
         assert shown[0] in done.stdout
 
 

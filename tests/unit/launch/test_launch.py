@@ -165,7 +165,6 @@ def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, mon
     assert (first.verifier, first.filter) == (f"{tmp_path}/s/score.py:f", (f"{tmp_path}/c/own.py:f",))
     assert (second.path, second.verifier, first.path) == (f"{tmp_path}/b.jsonl", None, "/d/a.jsonl")
     assert config.evaluate.sets["aime"].verifier == f"{tmp_path}/e/score.py:f"
-    assert config.rollout.filter_groups is not None
     assert config.rollout.filter_groups.filters == (f"{tmp_path}/g/groups.py:keep",)
     assert job("output=/o", "rollout.collect=b/best.py:of_many").rollout.collect == f"{tmp_path}/b/best.py:of_many"
     early, late = config.train.callbacks

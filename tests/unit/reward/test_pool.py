@@ -443,7 +443,6 @@ pool.score([(Problem("p", "q", "a"), sys.argv[1])])
 @pytest.mark.parametrize(("work", "how"), [("spin", signal.SIGKILL), ("spin", signal.SIGTERM), ("sleep", signal.SIGINT)])
 def test_workers_die_with_the_parent(tries: Path, work: str, how: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, work], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     worker = int(parent.stdout.readline())
     while f" {work}\n" not in tries.read_text():
         time.sleep(0.02)

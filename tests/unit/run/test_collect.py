@@ -377,7 +377,6 @@ def test_it_is_loaded_by_name_or_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Best:\n    def __call__(self, problems, sampler):\n        return []\nvalue = 3\n")
     config = load_run(None, [f"rollout.collect={tmp_path}/mine.py:Best"])
     loaded = load_collect(config)
-    assert loaded is not None
     assert loaded([], None) == []
     assert load_collect(config, best_of_six) is best_of_six
     assert load_collect(RunConfig()) is None

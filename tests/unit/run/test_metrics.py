@@ -285,5 +285,4 @@ def test_the_first_groups_are_marked_in_steps_that_are_recorded() -> None:
     for count, step in ((0, 20), (3, 19)):
         assert mark_recorded(batch, LogConfig(token_samples=count), step) is batch
     recorded_S = mark_recorded(batch, LogConfig(token_samples=2), 10).select([5, 3, 0, 1, 2]).recorded_S
-    assert recorded_S is not None
     assert recorded_S.tolist() == [-1, 3, 0, 1, 2]

@@ -180,7 +180,6 @@ def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(
 def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(config: RunConfig) -> None:
     vocab_size = read(config)
     replay = config.rollout.replay
-    assert replay is not None
     assert [read_replay(config, vocab_size, step) for step in range(STEPS)] == [rollouts(step) for step in range(STEPS)]
     write_rollouts(replay, 0, rollouts(1))
     with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: drawn by the weights of step 1, not of step 0"):
