@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tepo_megatron.sampler.sampling import Sample as Request
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import PROGRESS, SAMPLES, head_frame, response_frame
+from tests.support.http_server import QuietServer
 
 Sample = dict[str, Any]
 """A response as a test writes it: sample, ids, logprobs, finish_reason, versions."""
@@ -60,15 +60,6 @@ VOCABULARY = 64
 
 Behaviour = Callable[["FaultyServer", list[Sample]], tuple[int, bytes] | None]
 """What becomes of the right samples: status and content, or None where the connection breaks off half-way."""
-
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128  # five, the default, are fewer than a fleet connects at once
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # the other side has given up: nothing to print
-            super().handle_error(request, client_address)
 
 
 class FaultyServer:

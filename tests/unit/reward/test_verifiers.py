@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -29,7 +26,8 @@ from tepo_megatron.tasks.reward.judge import Judge, JudgeError
 from tepo_megatron.tasks.reward.math_verifier import math
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.verifiers import check_reachable, exact, last_number, last_word, load_verifier
-from tests.support.programs import TIMEOUT_S
+from tests.support.http_server import http_server
+from tests.support.programs import TIMEOUT_S, run_python
 
 
 def _problem(answer: str) -> Problem:
@@ -80,10 +78,6 @@ def test_last_number_reads() -> None:
         last_number(_problem("three"), "3")
 
 
-def test_math_is_the_one_that_is_compared_with_judgements() -> None:
-    assert load_verifier("math")(_problem("1/2"), r"so it is \boxed{0.5}") == 1.0
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -101,8 +95,7 @@ def test_unknown_verifiers(name: str, message: str) -> None:
 def test_worker_imports_nothing_heavy() -> None:
     heavy = ("torch", "sympy", "numpy", "pydantic")
     code = f"import sys, tepo_megatron.tasks.reward.worker; print([m for m in {heavy} if m in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"
 
 
 def test_math_verify_agrees_but_for_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +103,12 @@ def test_math_verify_agrees_but_for_what_is_listed(monkeypatch: pytest.MonkeyPat
     One that is listed and agrees now (a newer math-verify) fails too, so that the list stays true.
     """
     monkeypatch.setattr(math_verifier, "_SOFT_LIMIT_S", 3600)  # not how long a busy machine takes
-    wrong = []
+    math, wrong = load_verifier("math"), []
     for line in Path(__file__).with_name("golden_math.tsv").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             _, expected, given, *verdicts = line.split("\t")
             response = given[4:] if given.startswith("raw:") else f"The answer is $\\boxed{{{given}}}$."
-            if int(math_verifier.math(_problem(expected), response)) != int(verdicts[-1]):
+            if int(math(_problem(expected), response)) != int(verdicts[-1]):
                 wrong.append(line)
     assert not wrong, "\n".join(wrong)
 
@@ -143,100 +136,73 @@ CODE = (
 WRAPPINGS = ("{0}", "final answer is {0}. I hope", "\\boxed{{{0}}}", "${0}$", "$$x = {0}$$", "answer: 1/2+3*{0}")
 
 
-@pytest.fixture
-def named(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names in all that sympy evaluates."""
-    names: list[str] = []
+def score(response: str) -> float | None:
+    try:
+        return math(_problem("1/2"), response)
+    except Exception:  # what cannot be read is no number; only what was evaluated counts here
+        return None
+
+
+def test_hostile_answers_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a control, an expression of digits and operators is evaluated."""
+    names: set[str] = set()
     sympy_parser: Any = importlib.import_module("sympy.parsing.sympy_parser")
     original = sympy_parser.eval_expr
 
     def note(code: str | CodeType, *arguments: Any) -> Any:
         compiled = compile(code, "<answer>", "eval") if isinstance(code, str) else code
-        names.extend(compiled.co_names)
-        names.extend("a function" for constant in compiled.co_consts if isinstance(constant, CodeType))
+        names.update(compiled.co_names)
+        names.update("a function" for constant in compiled.co_consts if isinstance(constant, CodeType))
         return original(code, *arguments)
 
     monkeypatch.setattr(sympy_parser, "eval_expr", note)
-    return names
-
-
-def score(response: str) -> float | None:
-    try:
-        return math(Problem("p", "question", "1/2"), response)
-    except Exception:  # what cannot be read is no number; only what was evaluated counts here
-        return None
-
-
-def test_hostile_answers_run_nothing(named: list[str], tmp_path: Path) -> None:
+    assert score("The answer is 1/4 + 1/4.") == 1.0
+    assert {"Integer", "Add"} <= names
     for code in CODE:
         for wrapping in WRAPPINGS:
             score(wrapping.format(code.format(tmp_path / "proof")))
     assert list(tmp_path.iterdir()) == []
-    assert set(named) <= HARMLESS
-
-
-def test_what_is_evaluated_would_be_seen(named: list[str]) -> None:
-    """A control: an expression of digits and operators is evaluated."""
-    assert score("The answer is 1/4 + 1/4.") == 1.0
-    assert {"Integer", "Add"} <= set(named)
+    assert names <= HARMLESS
 
 
 KEY = "sk-very-secret"
 
 
-class JudgeServer(ThreadingHTTPServer):
+class JudgeServer:
     """Grades as the response in the question says: ``right``, ``wrong``, a status, or something that is no grade."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
+        self.url = ""
         self.asked: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-
-class _Answer(BaseHTTPRequestHandler):
-    server: JudgeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, path: str, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
+        body = json.loads(content)
         question = body["messages"][0]["content"].rpartition("|")[2]
-        server = self.server
-        server.asked[question] += 1
-        server.requests.append(body)
-        server.keys.add(self.headers["Authorization"])
+        self.asked[question] += 1
+        self.requests.append(body)
+        self.keys.add(headers["Authorization"])
         if question == "silent":
             threading.Event().wait(TIMEOUT_S)
+        if question.startswith("status"):
+            return int(question.split()[1]), f"wrong: {headers['Authorization']}".encode()
         said = {"right": "yes. Score: 0 … no, Score: 1", "half": "Score: 0.5", "busy once": "Score: 1"}
         reply = {"choices": [{"message": {"role": "assistant", "content": said.get(question, "I like it")}}]}
-        status, text = 200, json.dumps(reply) if question != "no json" else "<html>"
-        if question.startswith("status"):
-            status, text = int(question.split()[1]), f"wrong: {self.headers['Authorization']}"
-        elif (question, server.asked[question]) == ("busy once", 1):
-            status = 429
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.send_header("Retry-After", "0.01")
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        status = 429 if (question, self.asked[question]) == ("busy once", 1) else 200
+        return status, b"<html>" if question == "no json" else json.dumps(reply).encode()
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[JudgeServer]:
-    with JudgeServer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = JudgeServer()
+    with http_server(server.answer, {"Retry-After": "0.01"}) as server.url:
         yield server
-        server.shutdown()
 
 
 def kwargs(server: JudgeServer, **others: object) -> dict[str, object]:
     prompt = "is {answer} to {prompt} in {{braces}} |{response}"
-    return {"base_url": server.base_url, "model": "m", "prompt": prompt, "retries": 2, **others}
+    return {"base_url": f"{server.url}/v1", "model": "m", "prompt": prompt, "retries": 2, **others}
 
 
 def test_scores_come_from_the_judge_and_outages_are_failures(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import pytest
 
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
-from tests.support.faulty_server import QuietServer
+from tests.support.http_server import http_server
 from tests.unit.run.conftest import open_output
 
 
@@ -41,6 +39,17 @@ class WandbServer:
         self.ids: set[str] = set()
         self.exit_codes: list[int] = []
         self._lock = threading.Lock()
+
+    def answer(self, path: str, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
+        if headers.get("Content-Encoding") == "gzip":
+            content = gzip.decompress(content)
+        answer: dict[str, Any] = {}
+        if path == "/graphql":
+            answer = {"data": self.graphql(json.loads(content))}
+        elif path.endswith("/file_stream"):
+            self.stream(json.loads(content))
+            answer = {"limits": {}}
+        return 200, json.dumps(answer).encode()
 
     def graphql(self, request: dict[str, Any]) -> dict[str, Any]:
         given, operation = request.get("variables") or {}, request.get("operationName")
@@ -84,46 +93,6 @@ class WandbServer:
             "eventsTail": "[]",
             "logLineCount": 0,
         }
-
-
-@contextmanager
-def wandb_server() -> Iterator[WandbServer]:
-    """For ``WANDB_BASE_URL``."""
-    server = WandbServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def _answer(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.headers.get("Content-Encoding") == "gzip":
-                content = gzip.decompress(content)
-            answer: dict[str, Any] = {}
-            if self.path == "/graphql":
-                answer = {"data": server.graphql(json.loads(content))}
-            elif self.path.endswith("/file_stream"):
-                server.stream(json.loads(content))
-                answer = {"limits": {}}
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = do_PUT = _answer
-
-    http = QuietServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        http.shutdown()
-        http.server_close()
 
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -192,7 +161,8 @@ def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same
     rows = run_twice(folder, {"wandb": section})
     folders = sorted(folder.glob("wandb/offline-run-*"))
     assert len(folders) == 2
-    with wandb_server() as server:
+    server = WandbServer()
+    with http_server(server.answer, {"Content-Type": "application/json"}) as server.url:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
         sync = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
