@@ -17,7 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-CTRL_C, CTRL_Z = "\x03", "\x1a"
+CTRL_Z = "\x1a"
+
+
+def write_script(path: Path, text: str) -> str:
+    """A program of bash, as a stand-in for another one of its name; returns the path as text."""
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 class Terminal:

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
@@ -24,10 +22,9 @@ from tepo_megatron.run.output.token_samples import train_samples
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.checkpoints import make_whole
+from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl, write_parquet
 from tests.support.programs import run_python
-
-runner = CliRunner()
 
 
 @pytest.fixture
@@ -58,27 +55,24 @@ def test_help_teaches_without_torch() -> None:
 
 
 def test_show_prints_the_whole_run_or_what_differs(run_yaml: Path) -> None:
-    whole = runner.invoke(app, ["config", "show", str(run_yaml), "optimizer.lr=1e-5"])
-    assert whole.exit_code == 0
-    assert set(yaml.safe_load(whole.stdout)) == set(RunConfig.model_fields)
-    differing = runner.invoke(app, ["config", "show", str(run_yaml), "optimizer.lr=1e-5", "--diff"])
-    assert yaml.safe_load(differing.stdout) == {**yaml.safe_load(run_yaml.read_text()), "optimizer": {"lr": 1e-5}}
+    show = partial(invoke, "config", "show", run_yaml, "optimizer.lr=1e-5")
+    assert set(yaml.safe_load(show().stdout)) == set(RunConfig.model_fields)
+    assert yaml.safe_load(show("--diff").stdout) == {**yaml.safe_load(run_yaml.read_text()), "optimizer": {"lr": 1e-5}}
 
 
 def test_schema_is_a_table_of_all_fields_or_of_a_part_or_json() -> None:
-    whole, part = runner.invoke(app, ["config", "schema"]).stdout, runner.invoke(app, ["config", "schema", "train"]).stdout
+    schema = partial(invoke, "config", "schema")
+    whole, part = schema().stdout, schema("train").stdout
     assert "train.steps" in part
     assert "optimizer.lr" in whole
     assert "optimizer.lr" not in part
-    assert "train" in json.loads(runner.invoke(app, ["config", "schema", "--json"]).stdout)["properties"]
-    refused = runner.invoke(app, ["config", "schema", "nothing"])
-    assert (refused.exit_code, "no field is nothing or below it" in refused.stderr) == (1, True)
+    assert "train" in json.loads(schema("--json").stdout)["properties"]
+    assert "no field is nothing or below it" in schema("nothing", code=1).stderr
 
 
 @pytest.mark.parametrize("command", [["train"], ["config", "show"], ["eval", "somewhere", "--run"]])
 def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str], run_yaml: Path) -> None:
-    result = runner.invoke(app, [*command, str(run_yaml), "engine.parallel.pt=2"])
-    assert result.exit_code == 1
+    result = invoke(*command, run_yaml, "engine.parallel.pt=2", code=1)
     assert "engine.parallel.pt: unknown key (got 2); did you mean engine.parallel.tp?" in result.stderr
     assert "Traceback" not in result.output
 
@@ -95,8 +89,7 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(run_yaml.parent)
     make_whole(Path("out/run/checkpoints"), 2)
-    result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])
-    assert (result.exit_code, result.stderr) == (7, "error: rank 1 failed\n")
+    assert invoke("train", run_yaml, "train.steps=3", "--resume", code=7).stderr == "error: rank 1 failed\n"
     settings = [
         "model.path=builtin:tiny",
         "data.train=mine.jsonl",
@@ -104,56 +97,45 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
         "evaluate.every=0",
         "output=out/new",
     ]
-    assert runner.invoke(app, ["train", *settings, "engine.parallel.dp=3"]).exit_code == 7
+    invoke("train", *settings, "engine.parallel.dp=3", code=7)
     assert started == [
         (["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status")),
         (["train", *settings, "engine.parallel.dp=3"], 3, Path("out/new/status")),
     ]
-    shown = runner.invoke(app, ["config", "show", *settings, "--diff"])
-    assert "train: mine.jsonl" in shown.stdout
-    neither = runner.invoke(app, ["train"])
-    assert (neither.exit_code, "neither a run's file nor settings" in neither.stderr) == (1, True)
+    assert "train: mine.jsonl" in invoke("config", "show", *settings, "--diff").stdout
+    assert "neither a run's file nor settings" in invoke("train", code=1).stderr
     Path("a=b.yaml").write_text("name: odd\n")
-    assert "name: odd" in runner.invoke(app, ["config", "show", "a=b.yaml", "train.steps=3", "--diff"]).stdout
+    assert "name: odd" in invoke("config", "show", "a=b.yaml", "train.steps=3", "--diff").stdout
 
 
 def test_a_warning_of_the_configuration_is_a_sentence(run_yaml: Path) -> None:
-    result = runner.invoke(app, ["config", "show", str(run_yaml), "objective.trust_region.low=0.2"])
-    assert result.exit_code == 0
+    result = invoke("config", "show", run_yaml, "objective.trust_region.low=0.2")
     assert result.stderr.startswith("warning: objective.ratio.kind = 'sequence_token'")
     assert "cli.py" not in result.stderr
 
 
 def test_plot_draws_one_run_beside_its_metrics_and_several_where_it_is_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    assert runner.invoke(app, ["plot", str(tmp_path / "a")]).exit_code == 0
+        write_jsonl(tmp_path / name / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+    invoke("plot", tmp_path / "a")
     assert (tmp_path / "a" / "curves.png").is_file()
-    both = runner.invoke(app, ["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--png", str(tmp_path / "ab.png")])
-    assert both.exit_code == 0
+    invoke("plot", tmp_path / "a", tmp_path / "b", "--png", tmp_path / "ab.png")
     assert (tmp_path / "ab.png").is_file()
-    missing = runner.invoke(app, ["plot", str(tmp_path)])
-    assert (missing.exit_code, "has no metrics.jsonl" in missing.stderr) == (1, True)
+    assert "has no metrics.jsonl" in invoke("plot", tmp_path, code=1).stderr
 
 
-def printed(*words: str) -> str:
-    done = runner.invoke(app, [*words])
-    assert done.exit_code == 0, done.output
-    return done.stdout
+def as_json(*words: object) -> Any:
+    return json.loads(invoke(*words, "--json").stdout)
 
 
-def as_json(*words: str) -> Any:
-    return json.loads(printed(*words, "--json"))
-
-
-samples = partial(printed, "samples")
+def samples(*words: object) -> str:
+    return invoke("samples", *words).stdout
 
 
 def test_tables_as_json(tmp_path: Path) -> None:
     make_whole(tmp_path / "checkpoints", 2)
-    assert [each["checkpoint"] for each in as_json("checkpoint", "list", str(tmp_path))] == ["step_000002"]
-    assert as_json("checkpoint", "verify", str(tmp_path))[0]["found"].startswith("whole")
+    assert [each["checkpoint"] for each in as_json("checkpoint", "list", tmp_path)] == ["step_000002"]
+    assert as_json("checkpoint", "verify", tmp_path)[0]["found"].startswith("whole")
     objectives = as_json("objective", "list")
     assert objectives["presets"]["grpo"]["objective"]["trust_region"] == {
         **{"kind": "clip", "low": 0.2, "high": 0.2, "scale": "fixed"},
@@ -162,7 +144,7 @@ def test_tables_as_json(tmp_path: Path) -> None:
     assert objectives["corrections"]
     (tmp_path / "resolved.yaml").write_text("name: mine\noutput: out\ntrain: {steps: 9}\nevaluate: {samples: 2}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy/greedy": 0.5}\n{"step": 1, "reward/mean": 0.25}\n')
-    status = as_json("status", str(tmp_path))
+    status = as_json("status", tmp_path)
     assert (status["name"], status["runs"], status["step"], status["steps"]) == ("mine", False, 1, 9)
     assert status["last_evaluation"] == {"step": 0, "accuracy/greedy": 0.5}
 
@@ -179,7 +161,7 @@ def test_tables_as_json(tmp_path: Path) -> None:
 def test_a_shell_completes_settings_and_commands(words: str, completions: set[str]) -> None:
     count = str(len(words.split()))
     environment = {"_TEPO_COMPLETE": "complete_bash", "COMP_WORDS": f"tepo {words}", "COMP_CWORD": count}
-    assert set(runner.invoke(app, [], env=environment, prog_name="tepo").stdout.split()) == completions
+    assert set(invoke(env=environment, prog_name="tepo").stdout.split()) == completions
 
 
 @pytest.fixture
@@ -211,7 +193,7 @@ def test_prompts_counts_and_what_is_left_out(settings: list[str]) -> None:
     assert [(row["id"], row["tokens"], row["left_out"]) for row in left["prompts"]] == [
         ("sums:2", 100, "longer than data.max_prompt_tokens")
     ]
-    text = printed("data", "show", *settings, "--limit", "1")
+    text = invoke("data", "show", *settings, "--limit", 1).stdout
     assert "talk:1: 5 tokens, answer '2'\n  ⟦<|user|>⟧the sum⟦<|end|>⟧⟦<|assistant|>⟧\n" in text
     assert "talk.jsonl: 1 problem left out, refused by the filter unique\n" in text
 
@@ -221,9 +203,7 @@ def test_sources_that_are_not_there(settings: list[str]) -> None:
         (["--source", "other"], "there is no source other; the run has talk, sums"),
         (["--heldout"], "there are no held-out problems to show"),
     ):
-        done = runner.invoke(app, ["data", "show", *settings, *more])
-        assert done.exit_code == 1
-        assert message in done.stderr
+        assert message in invoke("data", "show", *settings, *more, code=1).stderr
 
 
 def response(text: str, reward: float | None, **more: Any) -> dict[str, Any]:
@@ -244,7 +224,7 @@ ROWS = [
 
 def test_the_newest_evaluation_says_what_was_answered_and_why(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "samples.jsonl", ROWS)
-    said = samples(str(tmp_path))
+    said = samples(tmp_path)
     assert "step 0" not in said
     for part in (
         "step 10 · problem b · answer 2",
@@ -262,18 +242,18 @@ def test_rows_are_chosen_by_step_problem_and_verdict(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "eval" / "samples.jsonl", ROWS)
 
     def problems(*words: str) -> list[tuple[int, str]]:
-        return [(each["step"], each["problem"]) for each in as_json("samples", str(tmp_path), *words)]
+        return [(each["step"], each["problem"]) for each in as_json("samples", tmp_path, *words)]
 
     assert problems() == [(10, "a"), (10, "b")]
     assert problems("--step", "0") == [(0, "a")]
     assert problems("--wrong") == [(10, "b")]
     write_jsonl(tmp_path / "sets" / "samples.jsonl", [*ROWS, {"set": "aime", **row(10, "c", response("2", 1.0))}])
-    assert "step 10 · aime · problem c" in samples(str(tmp_path / "sets"), "--set", "aime")
-    assert "problem a" not in samples(str(tmp_path / "sets"), "--set", "aime")
-    refused = runner.invoke(app, ["samples", str(tmp_path / "sets"), "--set", "amc"])
+    assert "step 10 · aime · problem c" in samples(tmp_path / "sets", "--set", "aime")
+    assert "problem a" not in samples(tmp_path / "sets", "--set", "aime")
+    refused = invoke("samples", tmp_path / "sets", "--set", "amc", code=1)
     assert "has no set 'amc'; it has aime" in " ".join(refused.stderr.split())
     assert problems("--problem", "a") == [(0, "a"), (10, "a")]
-    assert as_json("samples", str(path)) == ROWS[1:]
+    assert as_json("samples", path) == ROWS[1:]
 
 
 def test_a_training_response_says_which_source_its_problem_is_of(tmp_path: Path) -> None:
@@ -282,7 +262,7 @@ def test_a_training_response_says_which_source_its_problem_is_of(tmp_path: Path)
     (named,) = train_samples([rollout], {"talk:3": problem}, 1, str)
     assert named["source"] == "talk"
     write_jsonl(tmp_path / "train_samples.jsonl", [{"step": 1, **named}, {"step": 1, **named, "problem": "17"}])
-    heads = [line for line in samples(str(tmp_path), "--train").splitlines() if "step 1" in line]
+    heads = [line for line in samples(tmp_path, "--train").splitlines() if "step 1" in line]
     assert heads == ["── step 1 · problem talk:3 · answer 5", "── step 1 · talk · problem 17 · answer 5"]
 
 
@@ -291,7 +271,7 @@ def test_a_response_of_several_turns_says_who_wrote_what(tmp_path: Path) -> None
     rollout = replace(rollout, loss_mask=np.array([True, False, False, True]))
     rows = train_samples([rollout], {}, 1, lambda ids: " ".join(map(str, ids)))
     write_jsonl(tmp_path / "train_samples.jsonl", [{"step": 1, **rows[0]}])
-    said = samples(str(tmp_path), "--train")
+    said = samples(tmp_path, "--train")
     assert "4 tokens, 2 of them the model's\n  model:\n    5\n  environment:\n    6 7\n  model:\n    8" in said
 
 
@@ -308,5 +288,4 @@ def test_a_response_of_several_turns_says_who_wrote_what(tmp_path: Path) -> None
 def test_samples_that_are_not_there(left: Any, words: list[str], message: str, tmp_path: Path) -> None:
     if left is not None:
         write_jsonl(tmp_path / "samples.jsonl", left)
-    done = runner.invoke(app, ["samples", str(tmp_path), *words])
-    assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+    assert message in invoke("samples", tmp_path, *words, code=1).stderr

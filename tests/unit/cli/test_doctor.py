@@ -11,26 +11,25 @@ import re
 import select
 import shutil
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tepo_megatron.cli import doctor, machine_checks
 from tepo_megatron.cli.doctor import run_checks
 from tepo_megatron.cli.machine_checks import CHECKS, Check, Finding, diagnose, is_fit, node_checks
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tools.faults.processes import wait_until
+from tests.support.cli import invoke
+from tests.support.http_server import http_server
 from tests.support.programs import TIMEOUT_S
+from tests.support.shell import write_script
 
 HEALTHY = {
     "tepo-megatron": "0.1.0",
@@ -150,9 +149,7 @@ def test_what_is_planted_is_found(
 def test_the_driver_must_be_one_of_cuda_13(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: str, text: str
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    program.chmod(0o755)
+    write_script(tmp_path / "nvidia-smi", f"echo '{answer}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(machine_checks, "has_gpu", lambda: True)
     check = found("driver")
@@ -181,8 +178,8 @@ def test_launching_needs_nemo_run_and_no_part_of_the_trainer(
     installed.clear()
     installed.update(versions)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    result = CliRunner().invoke(app, ["doctor", "--launch"])
-    assert (result.exit_code, "Launching has all that it needs." in result.output) == (0 if fit else 1, fit)
+    result = invoke("doctor", "--launch", code=0 if fit else 1)
+    assert ("Launching has all that it needs." in result.output) == fit
     assert "no sbatch here" in result.output
 
 
@@ -200,10 +197,10 @@ def test_a_check_that_breaks_is_reported_and_the_others_go_on() -> None:
 )
 def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: Any, needed: bool, code: int) -> None:
     monkeypatch.setattr(doctor, "diagnose", lambda _checks: [Finding(status, "[1]", name="vLLM", needed=needed)])
-    result = CliRunner().invoke(app, ["doctor"])
-    assert (result.exit_code, "[1]" in result.stdout) == (code, True)
-    assert ("still needs: vLLM" in result.stdout) == bool(code)
-    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout) == {
+    shown = invoke("doctor", code=code).stdout
+    assert "[1]" in shown
+    assert ("still needs: vLLM" in shown) == bool(code)
+    assert json.loads(invoke("doctor", "--json", code=code).stdout) == {
         "fit_for_cpu": not code,
         "checks": [{"name": "vLLM", "status": status, "detail": "[1]", "advice": "", "needed": needed}],
     }
@@ -271,21 +268,9 @@ def test_external_servers_are_looked_for_and_a_registry_without_them_is_one_sent
 
 @pytest.mark.parametrize(("status", "found"), [(200, "ok"), (503, "fail")])
 def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: int, found: str) -> None:
-    class Health(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/health" else 404)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing into the tests' output."""
-
-    config = external(tmp_path, 1)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with http_server(lambda path, *_: (status if path == "/health" else 404, b"")) as url:
         RegistryEntry(tmp_path, 0).register(url, "life")
-        check = of_run(config, "server 0")
-        server.shutdown()
+        check = of_run(external(tmp_path, 1), "server 0")
     assert check.status == found
     assert re.fullmatch(rf"{url} answers (in \d+ ms|with status 503)", check.detail)
 
@@ -323,7 +308,6 @@ def test_checks_of_features_that_a_run_does_not_use_are_not_listed() -> None:
 
 
 SHARED = """\
-#!/bin/sh
 # $node is asked to run "$@"
 cd "${0%/*}" || exit
 tell() { exec date -d "$1 seconds" "$last"; }
@@ -359,8 +343,7 @@ SRUN = SHARED.replace("cd ", 'echo "srun $*" >>"${0%/*}/asked"; shift 3; node=${
 def reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the two scripts, first on PATH, outside an allocation."""
     for name, text in (("ssh", SSH), ("srun", SRUN)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        write_script(tmp_path / name, text)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return tmp_path
@@ -427,8 +410,7 @@ def test_a_missing_ssh_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("text", ["", ",", "n[1-2]", "n[1,3]", "-oProxyCommand=x", "n1;n2", "n1 n2"])
 def test_what_is_no_list_of_nodes_is_one_sentence(text: str) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--launch", f"--nodes={text}"])
-    assert result.exit_code == 1
+    result = invoke("doctor", "--launch", f"--nodes={text}", code=1)
     assert result.stdout == ""
     assert result.stderr == (
         f"error: --nodes = {text!r} is not a list of nodes such as n1,n2; 'scontrol show hostnames' writes out Slurm's n[1-2]\n"
@@ -438,7 +420,6 @@ def test_what_is_no_list_of_nodes_is_one_sentence(text: str) -> None:
 def test_the_command_fails_where_a_node_does(reach: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LAUNCH_CHECKS", {})  # they depend on the environment
     for node, code in (("ahead", 0), ("gone", 1)):
-        result = CliRunner().invoke(app, ["doctor", "--launch", "--json", "--nodes", f"even,{node}"])
-        assert result.exit_code == code
+        result = invoke("doctor", "--launch", "--json", "--nodes", f"even,{node}", code=code)
         assert [check["name"] for check in json.loads(result.stdout)["checks"]] == ["node even", f"node {node}"]
-    assert "still needs: node gone" in CliRunner().invoke(app, ["doctor", "--launch", "--nodes", "gone"]).stdout
+    assert "still needs: node gone" in invoke("doctor", "--launch", "--nodes", "gone", code=1).stdout

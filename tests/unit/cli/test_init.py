@@ -7,19 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tepo_megatron.cli import doctor
 from tepo_megatron.cli.doctor import run_checks
 from tepo_megatron.cli.machine_checks import diagnose, is_fit
-from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.chat_tokenizer import write_chat_tokenizer
-from tests.support.data_files import write_parquet
+from tests.support.cli import invoke
+from tests.support.data_files import write_csv, write_jsonl, write_parquet
 
-runner = CliRunner()
 INIT = ("--model", "model", "--train", "train.jsonl", "--verifier", "exact", "--gpus", "0")
 
 
@@ -29,16 +27,14 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model")
     for name, first in (("train", 10), ("heldout", 50)):
-        lines = [json.dumps({"prompt": f"{at}+1=", "answer": at + 1}) for at in range(first, first + 5)]
-        Path(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_jsonl(Path(f"{name}.jsonl"), [{"prompt": f"{at}+1=", "answer": at + 1} for at in range(first, first + 5)])
     return tmp_path
 
 
 def test_answers_become_a_run_that_the_doctor_finds_fit(own: Path) -> None:
     """What cannot be used is said, and asked again."""
     answers = ["nowhere", "model", "train.jsonl", "heldout.jsonl", "last_wrod", "last_word", "none", "0"]
-    done = runner.invoke(app, ["init"], input="\n".join(answers) + "\n")
-    assert done.exit_code == 0, done.output
+    done = invoke("init", input="\n".join(answers) + "\n")
     for said in ("the model folder nowhere does not exist", "last_wrod", "'none' is no number of 0 or more"):
         assert said in done.stderr
     assert "5 problems; the first: '10+1=', answer '11'" in done.stdout
@@ -51,16 +47,13 @@ def test_answers_become_a_run_that_the_doctor_finds_fit(own: Path) -> None:
     assert is_fit(checks), checks
     (check,) = [check for check in checks if check.name == "model and data"]
     assert check.detail == "model; 5 problems to train on, 5 held out"
-    refused = runner.invoke(app, ["init"])
-    assert (refused.exit_code, "run.yaml is there already" in refused.stderr) == (1, True)
+    assert "run.yaml is there already" in invoke("init", code=1).stderr
 
 
 def test_options_are_not_asked_and_without_held_out_problems_nothing_is_evaluated(own: Path) -> None:
-    words = list(INIT)
-    done = runner.invoke(app, ["init", "new/mine.yaml", *words])
-    assert done.exit_code == 0, done.output
+    invoke("init", "new/mine.yaml", *INIT)
     for named, called in (("model/.", "model"), ("builtin:tiny", "tiny")):
-        assert runner.invoke(app, ["init", "x.yaml", "--overwrite", "--model", named, *words[2:]]).exit_code == 0
+        invoke("init", "x.yaml", "--overwrite", "--model", named, *INIT[2:])
         assert load_run(own / "x.yaml").output == Path("out") / called
     config = load_run(own / "new" / "mine.yaml")
     assert (config.data.heldout, config.evaluate.every) == (None, 0)
@@ -82,11 +75,9 @@ def chatty(own: Path) -> Path:
 def test_columns_and_the_chat_template_are_asked_and_shown(chatty: Path) -> None:
     """A CSV file whose columns have other names; the answers that cannot be used are said, and asked again."""
     for name, first in (("train", 10), ("test", 50)):
-        rows = [f"{at}+1,{at + 1}" for at in range(first, first + 5)]
-        (chatty / f"{name}.csv").write_text("\n".join(["task,solution", *rows]) + "\n")
+        write_csv(chatty / f"{name}.csv", [{"task": f"{at}+1", "solution": at + 1} for at in range(first, first + 5)])
     answers = ["chatty", "train.csv", "tusk", "task", "solution", "train.csv", "test.csv", "maybe", "", "last_word"]
-    done = runner.invoke(app, ["init"], input="\n".join([*answers, "0"]) + "\n")
-    assert done.exit_code == 0, done.output
+    done = invoke("init", input="\n".join([*answers, "0"]) + "\n")
     for said in (
         "'tusk' is no column of train.csv; task, solution",
         "train.csv is trained on; give other",
@@ -99,10 +90,8 @@ def test_columns_and_the_chat_template_are_asked_and_shown(chatty: Path) -> None
     assert (config.data.fields.prompt, config.data.fields.answer) == ("task", "solution")
     words = ["--model", "chatty", "--train", "train.csv", "--prompt-column", "task", "--answer-column", "solution"]
     words += ["--verifier", "exact", "--gpus", "0", "--no-chat-template", "--overwrite", "--heldout", "train.csv"]
-    refused = runner.invoke(app, ["init", *words])
-    assert (refused.exit_code, "train.csv is trained on" in refused.stderr) == (1, True)
-    done = runner.invoke(app, ["init", *words[:-2]])
-    assert done.exit_code == 0, done.output
+    assert "train.csv is trained on" in invoke("init", *words, code=1).stderr
+    invoke("init", *words[:-2])
     assert not load_run(chatty / "run.yaml").data.chat_template
 
 
@@ -111,8 +100,7 @@ def test_a_folder_with_splits_is_asked_which_and_its_test_split_is_proposed(own:
     for split, some in (("train", rows[:10]), ("test", rows[9:])):
         write_parquet(own / "sums" / "data" / f"{split}-00000-of-00001.parquet", some)
     answers = ["model", "sums", "dev", "train", "question", "", "", "exact", "0"]
-    done = runner.invoke(app, ["init"], input="\n".join(answers) + "\n")
-    assert done.exit_code == 0, done.output
+    done = invoke("init", input="\n".join(answers) + "\n")
     assert "'dev' is no split of sums; test, train" in done.stderr
     assert "warning: 1 of their prompts are trained on, too" in done.stderr
     config = load_run(own / "run.yaml")
@@ -123,8 +111,8 @@ def test_a_folder_with_splits_is_asked_which_and_its_test_split_is_proposed(own:
     (check,) = diagnose({"model and data": run_checks(config)["model and data"]})
     assert (check.status, "1 of the held-out prompts are trained on, too" in check.advice) == ("warn", True)
     words = ["--model", "model", "--train", "sums", "--prompt-column", "question", "--verifier", "exact", "--gpus", "0"]
-    done = runner.invoke(app, ["init", *words, "--split", "train", "--heldout-split", "train", "--overwrite"])
-    assert (done.exit_code, "the split train of sums is trained on" in done.stderr) == (1, True)
+    refused = invoke("init", *words, "--split", "train", "--heldout-split", "train", "--overwrite", code=1)
+    assert "the split train of sums is trained on" in refused.stderr
 
 
 def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> None:
@@ -135,36 +123,32 @@ def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> No
         ("mixed", 0, "warning: last_word refuses the answers of 1 problems themselves"),
     ):
         words = ["--model", "model", "--train", f"{name}.jsonl", "--verifier", "last_word", "--gpus", "0"]
-        done = runner.invoke(app, ["init", *words])
-        assert (done.exit_code, said in done.stderr) == (code, True), done.stderr
+        assert said in invoke("init", *words, code=code).stderr
 
 
 def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {})  # of the machine
     settings = ["model.path=model", "data.train=train.jsonl", "data.heldout=heldout.jsonl", "rollout.sampling.max_new_tokens=9"]
-    done = runner.invoke(app, ["doctor", "--json", *settings])
+    done = invoke("doctor", "--json", *settings)
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert found["model and data"]["detail"].endswith("5 problems to train on, 5 held out")
-    assert runner.invoke(app, ["init", *INIT]).exit_code == 0
-    done = runner.invoke(app, ["doctor", "--json", "--run", "run.yaml", "reward.verifier=last_wrod"])
+    invoke("init", *INIT)
+    done = invoke("doctor", "--json", "--run", "run.yaml", "reward.verifier=last_wrod", code=1)
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert (done.exit_code, "did you mean last_word?" in found["verifier"]["advice"]) == (1, True)
+    assert "did you mean last_word?" in found["verifier"]["advice"]
 
 
 def test_what_nobody_answers_is_named(own: Path) -> None:
-    done = runner.invoke(app, ["init", "--model", "model"])
-    assert (done.exit_code, "--train is not given, and nobody answers" in done.stderr) == (1, True)
+    assert "--train is not given, and nobody answers" in invoke("init", "--model", "model", code=1).stderr
     assert not (own / "run.yaml").exists()
 
 
 @pytest.mark.parametrize(("gpus", "nodes", "layout"), [(1, 1, (1, 1, 1)), (8, 1, (1, 4, 4)), (2, 2, (1, 2, 2))])
 def test_gpus_are_shared_out_so_that_the_plan_fits(gpus: int, nodes: int, layout: tuple[int, int, int], own: Path) -> None:
-    words = ["--model", "model", "--train", "train.jsonl", "--verifier", "exact", "--gpus", str(gpus), "--nodes", str(nodes)]
-    done = runner.invoke(app, ["init", *words])
-    assert done.exit_code == 0, done.output
+    invoke("init", *INIT[:-1], gpus, "--nodes", nodes)
     config = load_run(own / "run.yaml")
     parallel = config.engine.parallel
     assert (parallel.tp, parallel.dp, config.rollout.server.count) == layout
     assert (config.rollout.server.placement == "colocated") == (gpus == 1)
     assert (config.cluster.train_nodes, config.cluster.rollout_nodes) == ((1, 0) if nodes == 1 else (1, 1))
-    assert runner.invoke(app, ["plan", "run.yaml"]).exit_code == 0
+    invoke("plan", "run.yaml")

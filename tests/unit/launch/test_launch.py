@@ -21,6 +21,7 @@ from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S, run_python
+from tests.support.shell import write_script
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ["engine.platform=cpu", "engine.parallel.tp=2", "cluster.gpus_per_node=2", "cluster.rollout_nodes=1"]
@@ -46,14 +47,6 @@ class Shell:
         Path(target).write_bytes(Path(source).read_bytes())
 
 
-def program(folder: Path, name: str, text: str) -> str:
-    """A script in place of a program, which gets its arguments."""
-    path = folder / name
-    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def bash(script: str, *arguments: str, folder: str = "/bin", **environment: str) -> subprocess.CompletedProcess[str]:
     """``folder`` has programs in place of the real ones."""
     path = f"{folder}:/usr/bin:/bin"
@@ -64,7 +57,7 @@ def bash(script: str, *arguments: str, folder: str = "/bin", **environment: str)
 def run_train_script(folder: Path, *overrides: str, **environment: str) -> list[str]:
     """PyTorch's setting of its allocator, and the arguments of torchrun, which a python that only writes them down gets."""
     text = 'if [[ $2 == tepo_megatron.runtime.torchrun ]]; then printf "%s\\n" "segments=$PYTORCH_CUDA_ALLOC_CONF" "$@"; fi'
-    python = program(folder, "python", text)
+    python = write_script(folder / "python", text)
     script = script_of("train", job(f"output={folder}", *overrides, f"cluster.python={python}"))
     done = bash(script, "10.0.0.7", **environment)
     assert done.returncode == 0, done.stderr
@@ -101,7 +94,7 @@ def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollou
 def test_ranks_do_not_share_one_processor(tmp_path: Path) -> None:
     """Slurm may bind a task to one processor where --cpus-per-task is not stated."""
     for name, count in (("nproc", 1), ("getconf", 64)):
-        program(tmp_path, name, f"echo {count}")
+        write_script(tmp_path / name, f"echo {count}")
     script = script_of("train", job(f"output={tmp_path}/out", f"cluster.python={sys.executable}"))
     result = bash(script, "10.0.0.7", folder=str(tmp_path))
     assert result.returncode == 1
@@ -225,7 +218,7 @@ def test_a_job_that_would_be_warned_at_once_is_refused(limit: str, warning: int,
 
 def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tuple[int, str]:
     """What the batch script's own lines do, before something else that the script does; scontrol writes what it is told."""
-    program(folder, "scontrol", 'echo "scontrol $*"')
+    write_script(folder / "scontrol", 'echo "scontrol $*"')
     done = bash(f"{Job(config).batch_lines}\n{then}", folder=str(folder), SLURM_JOB_ID="7", **environment)
     assert done.stderr == ""
     return done.returncode, done.stdout
@@ -262,7 +255,7 @@ def test_the_warning_reaches_the_trainer_alone(tmp_path: Path) -> None:
 def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
     """SIGTERM comes to all processes of a job; a role that ended before the trainer would end the job."""
     told = tmp_path / "told"
-    python = program(tmp_path, "python", f"touch {told}\nexec sleep 1000")
+    python = write_script(tmp_path / "python", f"touch {told}\nexec sleep 1000")
     script = script_of("serve", job(f"output={tmp_path}", "train.grace_s=1000", f"cluster.rollout_python={python}"))
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
@@ -283,7 +276,7 @@ def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
 
 
 def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, "unsquashfs", "cat $2")
+    write_script(tmp_path / "unsquashfs", "cat $2")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     image = tmp_path / "trainer.sqsh"
     config = job("engine.platform=cuda", f"cluster.container={image}", f"output={tmp_path}/out")
