@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, LOCK, SETS, prepare
 from tepo_megatron.tasks.data.rows import file_digest
 from tests.support import code_rows
+from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl, write_parquet
 
 NOTHING = dict.fromkeys(("context", "error", "unit", "answer_type"))
@@ -170,12 +169,10 @@ def test_what_cannot_be_found_or_fetched_is_a_sentence(tmp_path: Path, monkeypat
 
 
 def test_the_command_prepares_several_and_says_what_to_do_next(small: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = small("aime25")
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["data", "prepare", "aime25", "--from", str(folder), "--to", str(out), "--family", "base"])
-    assert result.exit_code == 0, result.output
+    result = invoke("data", "prepare", "aime25", "--from", small("aime25"), "--to", out, "--family", "base")
     assert f"tepo eval MODEL_DIR --run {out / SETS}" in result.output
     config = load_run(out / SETS, ["evaluate.every=5"])
     assert config.evaluate.sets["aime25"].samples == 32
-    listed = json.loads(CliRunner().invoke(app, ["data", "benchmarks", "--json"]).output)
+    listed = json.loads(invoke("data", "benchmarks", "--json").output)
     assert set(listed) == set(BENCHMARKS)

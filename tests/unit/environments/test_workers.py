@@ -20,9 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import example, given, settings
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
@@ -34,6 +32,7 @@ from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteE
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
+from tests.support.cli import invoke
 from tests.support.episodes import VOCABULARY, FakeSamples, Letters
 from tests.support.hostile import DEEP, bodies
 from tests.support.programs import TIMEOUT_S
@@ -288,7 +287,7 @@ def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_serves_this_machine_alone_unless_it_is_told_another_address() -> None:
-    shown = CliRunner().invoke(app, ["environment", "serve", "--help"]).output
+    shown = invoke("environment", "serve", "--help").output
     assert "[default: 127.0.0.1]" in " ".join(shown.replace("│", " ").split())
 
 

@@ -8,14 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.evaluate.results import compare_results, read_results, write_results
 from tepo_megatron.tasks.evaluate.standalone import StoredResponses
+from tests.support.cli import invoke
 from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
 
 PROBLEMS = load_problems("builtin:addition-heldout")[:20]
@@ -59,11 +58,10 @@ def test_only_the_same_problems_are_compared_and_other_settings_are_said(tmp_pat
     changed = [*PROBLEMS[:15], Problem(PROBLEMS[15].id, PROBLEMS[15].prompt, "other")]
     write(tmp_path / "a", 4)
     write(tmp_path / "b", 10, problems=changed, temperature=1.0)
-    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert result.exit_code == 0, result.output
-    assert "sums: 15 problems; 5 left out" in result.output
-    assert "temperature differs: 0.6 in A, 1.0 in B" in result.output
-    shown = json.loads(CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]).output)
+    said = invoke("compare", tmp_path / "a", tmp_path / "b").output
+    assert "sums: 15 problems; 5 left out" in said
+    assert "temperature differs: 0.6 in A, 1.0 in B" in said
+    shown = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)
     assert shown[0]["figures"]["greedy"]["difference"]["mean"] == pytest.approx(6 / 15)
 
 
@@ -71,9 +69,7 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
     write(tmp_path / "a", 4)
     write(tmp_path / "b", 4, problems=[Problem("x", "1+1=", "2")])
     for other, said in {"b": "no set with a problem that is in both", "none": "has no results of evaluation sets"}.items():
-        result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / other)])
-        assert result.exit_code != 0
-        assert said in " ".join(result.output.split())
+        assert said in " ".join(invoke("compare", tmp_path / "a", tmp_path / other, code=1).output.split())
     path = tmp_path / "a" / "eval" / "results" / "sums.jsonl"
     path.write_text(path.read_text() + "{}\n")
     with pytest.raises(ValueError, match=r"sums\.jsonl:21: not a result"):

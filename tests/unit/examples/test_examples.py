@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from examples.paper import results
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
@@ -27,6 +25,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.reward.programs import StackMachine
+from tests.support.cli import invoke
 from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, script, tepo, train_on_references
 from tests.support.processes import assert_none_names
 from tests.support.programs import rows
@@ -149,8 +148,7 @@ SMALL_OBJECTIVE = (*SMALL_RUN, "evaluate.problems=4")
 @pytest.mark.parametrize("command", [each for each in COMMANDS if not each.startswith("train")])
 def test_what_own_objective_shows_and_checks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(app, command.split())
-    assert done.exit_code == int("mean_of_means" in command), done.output
+    done = invoke(*command.split(), code=int("mean_of_means" in command))
     if "mean_of_means" in command:
         shown = re.search(r"the loss is \S+ in one piece, \S+ in micro-batches", (OBJECTIVE / "README.md").read_text())
         assert shown[0] in done.stdout
@@ -161,9 +159,7 @@ def test_every_run_of_own_objective_begins_as_the_readme_says(monkeypatch: pytes
     runs = [each.split()[1:] for each in COMMANDS if each.startswith("train")]
     kinds = []
     for words in runs:
-        done = CliRunner().invoke(app, ["config", "show", *words])
-        assert done.exit_code == 0, done.output
-        kinds += re.findall(r"kind: (gate|geometric_mean)", done.stdout)
+        kinds += re.findall(r"kind: (gate|geometric_mean)", invoke("config", "show", *words).stdout)
     assert kinds == ["gate", "gate", "geometric_mean"]
 
 

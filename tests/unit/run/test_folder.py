@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
@@ -22,6 +20,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, step_of
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
+from tests.support.cli import invoke
 from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
 
 ROW = '{"step": 1}\n'
@@ -47,8 +46,7 @@ def content(folder: Path) -> list[str]:
 def test_what_is_no_folder_to_write_in_is_a_sentence(output: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     output = output.format(tmp=tmp_path)
-    done = CliRunner().invoke(app, ["train", str(RUN), f"output={output}"])
-    assert done.exit_code == 1
+    done = invoke("train", RUN, f"output={output}", code=1)
     assert done.stderr.startswith(f"error: output {output} cannot be written: ")
     assert "give another folder (output=…)" in done.stderr
     assert content(tmp_path) == ["file"]
@@ -198,10 +196,10 @@ def test_the_command_refuses_before_it_starts_ranks(
     lock, before = RunLock(tmp_path), content(tmp_path)
     if in_use:
         lock.take()
-    done = CliRunner().invoke(app, ["train", f"output={tmp_path}", "model.path=builtin:tiny", *arguments])
+    done = invoke("train", f"output={tmp_path}", "model.path=builtin:tiny", *arguments, code=1)
     if in_use:
         lock.release()
-    assert (done.exit_code, done.stdout, done.stderr.count("error:")) == (1, "", 1)
+    assert (done.stdout, done.stderr.count("error:")) == ("", 1)
     assert words in done.stderr
     assert content(tmp_path) == before
     assert (tmp_path / "resolved.yaml").read_text() == "as it was"
