@@ -178,9 +178,6 @@ def test_every_command_that_is_named_exists(document: str) -> None:
                 assert re.search(rf"^{word}:", text_of("Makefile"), re.M)
 
 
-# -- counts and versions
-
-
 def test_one_range_of_pythons_is_stated_everywhere() -> None:
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     versions = [f"3.{minor}" for minor in range(30) if f"3.{minor}.0" in SpecifierSet(project["requires-python"])]

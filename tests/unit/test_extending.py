@@ -48,9 +48,6 @@ def cells(document: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
-# -- architectures
-
-
 PLACES = {
     "tests/unit/weights/test_architecture.py": "CONFIGS",
     "tests/support/random_models.py": "MODELS",
@@ -82,17 +79,11 @@ def test_the_list_for_an_architecture_names_every_place() -> None:
         assert f"`{path}`" in listed
 
 
-# -- objectives
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_explained(preset: str) -> None:
     """That it has its formula: test_presets.py."""
     page = (ROOT / "docs/reference/tepo.md").read_text()
     assert re.search(rf"`(objective\.)?(preset: ?|preset=)?{preset}`", page), f"tepo.md does not explain {preset}"
-
-
-# -- knobs
 
 
 def names_read(path: Path) -> Iterator[str]:
@@ -124,8 +115,6 @@ def test_every_knob_is_read_by_some_code() -> None:
     read |= {name for path in (PACKAGE / "config").rglob("*.py") for name in read_in_config(path)}
     assert {row.path for row in schema_rows(of_lists=True) if row.path.rpartition(".")[2] not in read} == PERMITS
 
-
-# -- metrics
 
 PAGE = "docs/reference/metrics.md"
 NAME = re.compile(r"[a-z_]+(/[a-z_@0-9]+)+|[a-z]+/s")

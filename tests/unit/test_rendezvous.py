@@ -83,9 +83,6 @@ def ports(process: subprocess.Popen[str]) -> list[int]:
     return [each.port for each in listeners(process.pid)]
 
 
-# -- the stranger
-
-
 @as_root
 @pytest.mark.slow
 def test_the_proof_is_one_torchruns_own_rendezvous_runs_the_strangers_code(start: Any, tmp_path: Path) -> None:
@@ -181,9 +178,6 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
     assert not (tmp_path / "proof").exists()
 
 
-# -- torchrun by hand
-
-
 @pytest.mark.slow
 def test_ranks_of_a_dynamic_rendezvous_are_refused(start: Any, tmp_path: Path) -> None:
     process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "waiting_rank", tmp_path)
@@ -216,9 +210,6 @@ def test_an_address_that_is_not_the_first_nodes_is_named(start: Any, tmp_path: P
     flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=192.0.2.1", "--master-port=29500", "-m", "waiting_rank"]
     _, err = start("-m", "tepo_megatron.runtime.torchrun", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
     assert "the first node cannot listen on 192.0.2.1:29500" in err
-
-
-# -- files and pickles
 
 
 def test_ranks_do_not_meet_where_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

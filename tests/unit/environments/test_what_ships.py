@@ -106,9 +106,6 @@ def test_programs_are_off_unless_switched_on_whatever_their_environment_is_calle
         EnvironmentWorkers(EnvironmentConfig(name=by_path, run_code=True))
 
 
-# -- adapters
-
-
 def test_a_gymnasium_environment_is_played() -> None:
     opened = ["the game"]
     made = SimpleNamespace(

@@ -301,9 +301,6 @@ def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
         read_key(tmp_path / "none")
 
 
-# -- strangers and hostile bodies
-
-
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "key"

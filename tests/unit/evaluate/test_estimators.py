@@ -30,8 +30,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(verdicts: list[
     assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected, abs=1e-12)
 
 
-# -- the most frequent answer
-
 voters = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=8)
 
 

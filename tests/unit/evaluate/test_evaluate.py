@@ -189,9 +189,6 @@ def test_every_metric_of_a_set_is_in_the_one_table() -> None:
     assert {re.sub(r"@\d+", "@k", name).replace("/sums/", "/NAME/") for name in result.metrics} == named
 
 
-# -- in a run
-
-
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
     """A run with two sets beside its held-out problems: sums, scored by the run's verifier, and words, by another."""

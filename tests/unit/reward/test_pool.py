@@ -208,9 +208,6 @@ def test_a_closed_pool_takes_nothing(pool: RewardPool) -> None:
             act()
 
 
-# -- one by one
-
-
 def test_responses_that_a_verifier_can_tell_apart_are_each_tried(tries: Path, pool: RewardPool) -> None:
     other = Problem("p", "q", "a", {"factor": 3})
     kinds: list[tuple[tuple[int, ...], str]] = [((), "stop"), ((), "length"), ((5,), "stop"), ((6,), "stop")]
@@ -255,9 +252,6 @@ def test_a_group_is_scored_when_it_is_whole() -> None:
         assert [result.parts["size"] for result in pool.score(two)] == [1.0, 1.0]
         together = pool.score(two, ["one", "one"])
         assert [result.parts for result in together] == [{"rank": 0.0, "size": 2.0}, {"rank": 1.0, "size": 2.0}]
-
-
-# -- what a verifier may take
 
 
 def test_a_worker_that_keeps_too_much_is_replaced_between_responses(tries: Path) -> None:
@@ -427,8 +421,6 @@ def test_a_fork_has_no_handler_and_no_pipe_of_its_parent(monkeypatch: pytest.Mon
         signal.signal(signal.SIGTERM, before)
         os.close(read)
 
-
-# -- the parent's end
 
 PARENT = f"""
 import signal, sys

@@ -121,8 +121,6 @@ class ReferenceRun:
         by_clock = ("time/", "tokens/s", "idle/", "lost/", "log/")
         return [{name: value for name, value in row.items() if not name.startswith(by_clock)} for row in self.rows]
 
-    # a callback
-
     def on_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         self.rollouts[step] = list(rollouts)
         self.drawn += list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
@@ -136,8 +134,6 @@ class ReferenceRun:
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         self.note(f"saved {step}")
-
-    # a run
 
     def run(self, before: Callable[[Loop], None] = lambda loop: None) -> ReferenceRun:
         """A whole run, resumed where ``train.resume`` says so; ``before`` it, the loop is passed."""

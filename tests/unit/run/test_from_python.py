@@ -93,9 +93,6 @@ def test_a_run_that_cannot_begin_does_not() -> None:
         Callbacks([Told("on_step_end", 0, KeyboardInterrupt())]).tell("on_step_end", 0, 0, {})
 
 
-# -- how they are named
-
-
 FILE = """
 from tepo_megatron.run.callbacks import Callback
 class Mine(Callback):
@@ -157,9 +154,6 @@ def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: 
     with pytest.raises(ValueError, match=says) as caught:
         Callbacks.of(given)
     assert is_ours(caught.value)
-
-
-# -- early stopping
 
 
 @given(

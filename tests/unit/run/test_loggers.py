@@ -29,8 +29,6 @@ from tepo_megatron.run.output.resume import prepare_folder
 from tepo_megatron.runtime.preemption import PREEMPTED, StopSignals
 from tests.unit.run.conftest import open_output
 
-# -- what fails in a client
-
 
 class Faulty:
     """A client that fails so many times before it works."""
@@ -104,8 +102,6 @@ def test_another_process_continues_the_run_and_an_end_that_fails_is_tried_once_m
         assert ["failed" in report for report in reports] == ([False] if ending else [False, True])
 
 
-# -- secrets
-
 SECRET = "sk-0123456789"
 
 
@@ -125,9 +121,6 @@ def test_a_secret_does_not_leave_and_all_else_leaves_as_it_is(monkeypatch: pytes
     assert SECRET not in json.dumps(without_secrets({"setup": [f"export OTHER={SECRET}", f"Bearer {SECRET}"]}))
 
 
-# -- settings
-
-
 def test_a_missing_package_is_a_sentence_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"mlflow": SimpleNamespace(origin="here"), "wandb": SimpleNamespace(origin=None)}  # a folder is no package
     monkeypatch.setattr(loggers, "find_spec", found.get)
@@ -140,8 +133,6 @@ def test_a_missing_package_is_a_sentence_before_anything_starts(tmp_path: Path, 
         loggers.check_installed(only.log)
     loggers.check_installed(load_run(None, ["log.mlflow={experiment_name: a, tracking_uri: 'https://there'}"]).log)
 
-
-# -- rank 0 and the process
 
 FAKE = """
 import json, os

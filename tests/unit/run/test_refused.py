@@ -201,9 +201,6 @@ def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(c
         read_replay(config, vocab_size, 1)
 
 
-# -- a fused head
-
-
 @pytest.mark.parametrize(
     ("changes", "tied", "message"),
     [

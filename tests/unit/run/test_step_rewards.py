@@ -131,9 +131,6 @@ def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, referenc
     assert replayed.run().digest == recorded.digest
 
 
-# -- long responses
-
-
 def rollout(group: int, length: int, reward: float | None, *, cut: bool = False) -> Rollout:
     reason = "length" if cut else "stop"
     ids = [5 + at for at in range(length)]
@@ -201,9 +198,6 @@ def test_a_step_of_which_the_mask_leaves_too_little_stops_the_run() -> None:
     apply_overlong([*step, rollout(0, 2, 1.0)], long(truncated="mask"), 3)
     with pytest.raises(RuntimeError, match=r"2 of the 3 responses of step 3 were cut, .* the 1 others are too few"):
         apply_overlong(step, long(truncated="mask"), 3)
-
-
-# -- filters
 
 
 def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
