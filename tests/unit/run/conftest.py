@@ -27,6 +27,7 @@ from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import CacheReading, ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import UpdateResult, trainer_kind
+from tests.support.data_files import write_jsonl
 from tests.support.fake_sampling import Killed
 from tests.support.reference_sampler import ReferenceSampler, ReferenceStream
 from tests.support.reference_trainer import ReferenceCheckpoints, ReferenceTrainer
@@ -45,10 +46,6 @@ SMALL = {
     "optimizer": {"lr": 1e-3, "warmup_steps": 0},
     "log": {"progress": "none", "tensorboard": False},
 }
-
-
-def _reward(problem: object, response: str) -> float:
-    return float(sum(map(ord, response)) % 2)
 
 
 def open_output(folder: Path, *, log: Mapping[str, Any] | None = None, **sections: Any) -> tuple[Output, list[str]]:
@@ -83,7 +80,7 @@ class ReferenceRun:
     skips: Sequence[int] = ()
     spikes: Sequence[int] = ()
     callbacks: Sequence[object] = ()
-    reward: Callable[..., float] = _reward
+    reward: Callable[..., float] = lambda problem, response: float(sum(map(ord, response)) % 2)
     calls: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
@@ -262,8 +259,7 @@ class _Sampler(ReferenceSampler):
 def few_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run need not read and encode the thousands of the built-in ones."""
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)}) + "\n" for a in range(99)))
-    return path
+    return Path(write_jsonl(path, [{"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)} for a in range(99)]))
 
 
 @pytest.fixture

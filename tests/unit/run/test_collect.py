@@ -37,7 +37,6 @@ from tests.support.fake_sampling import (
 PROBLEMS = [Problem(f"p{number}", "q" * (1 + number % 3), "a") for number in range(200)]
 STEPS = 4
 
-
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {"minibatches": 1},
     "overlap": {"minibatches": 1, "schedule": "overlap", "max_staleness": 2, "stale": "keep", "steps": 1000},
@@ -74,11 +73,7 @@ CHOICES: Any = st.tuples(
     chosen=CHOICES, order=st.integers(0, 10**6), chance=st.sampled_from([0.3, 0.5, 0.9]), schedule=st.sampled_from([*SCHEDULES])
 )
 def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
-    chosen: tuple[int, int, float, int | None, bool],
-    order: int,
-    chance: float,
-    schedule: str,
-    tmp_path_factory: pytest.TempPathFactory,
+    chosen: tuple[int, int, float, int | None, bool], order: int, chance: float, schedule: str, tmp_path_factory: Any
 ) -> None:
     n, g, oversample, max_batches, partial = chosen
     filters = {"filters": ["zero_variance"], "max_batches": max_batches} if max_batches else None
@@ -270,13 +265,9 @@ def test_groups_that_an_earlier_run_has_drawn_come_first_whatever_its_schedule(s
         assert asked[:3] == ([0, 1, 5] if "ahead" in state else [2, 4, 5])
 
 
-def by_length(problem: Problem, text: str) -> float:
-    return float(len(text) % 3)
-
-
 def run_of(output: Path, collect: Any, fleet: FakeFleet, schedule: str = "sync", **rollout: Any) -> Any:
-    run, verifiers = config(output, schedule=schedule, collect="mine.py:best", **rollout), FakeVerifiers(0, by_length)
-    return collector(run, PROBLEMS, verifiers, fleet, collect=collect)
+    run = config(output, schedule=schedule, collect="mine.py:best", **rollout)
+    return collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: float(len(text) % 3)), fleet, collect=collect)
 
 
 def collect_steps(of: Any, fleet: FakeFleet, steps: range) -> list[list[Rollout]]:

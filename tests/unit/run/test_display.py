@@ -140,18 +140,10 @@ def test_durations_and_a_run_without_faults_says_nothing_of_them() -> None:
 
 
 def row(step: int) -> dict[str, Any]:
-    times = {"time/rollout": 2.0, "time/update": 1.0, "time/other": 0.1, "time/step": 3.1}
-    return {
-        "step": step,
-        "reward/mean": 1 - 1 / step,
-        "entropy/mean": 1 / step,
-        "mask/fraction": 0.1,
-        "grad_norm": 0.5,
-        **times,
-    }
+    return {**ROW, "step": step, "reward/mean": 1 - 1 / step, "entropy/mean": 1 / step, "time/other": 0.1, "time/step": 4.1}
 
 
-EVALUATION = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.3, "accuracy/pass@k": None}
+EVALUATION = EVALUATED | {"accuracy/pass@k": None}
 ROWS = [
     {"step": 0, **EVALUATION, "time/step": 1.0, "time/eval": 1.0},
     *(row(step) for step in range(1, 40)),
@@ -189,24 +181,18 @@ WRITTEN = [
 
 
 @pytest.fixture
-def silent(tmp_path: Path) -> Path:
-    """A run's folder without heartbeats."""
+def output(tmp_path: Path) -> Path:
+    """A run's folder with the last words of two ranks that are this process."""
     folder = tmp_path / "out"
     write_jsonl(folder / "metrics.jsonl", WRITTEN)
     config = RunConfig.model_validate({"name": "made up", "output": folder, "train": {"steps": 10}})
     (folder / "resolved.yaml").write_text(dump_resolved(config))
-    return folder
-
-
-@pytest.fixture
-def output(silent: Path) -> Path:
-    """With the last words of two ranks that are this process."""
-    assert run_status(silent)[0][0].startswith("made up: ended at step 2 of 10, or of a version that says no more")
+    assert run_status(folder)[0][0].startswith("made up: ended at step 2 of 10, or of a version that says no more")
     for rank in (0, 1):
-        beats = Heartbeat(silent / "status", rank, 2)
+        beats = Heartbeat(folder / "status", rank, 2)
         beats.start()
         beats.close("")
-    return silent
+    return folder
 
 
 def change(output: Path, rank: int, **said: object) -> None:

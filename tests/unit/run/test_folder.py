@@ -127,10 +127,7 @@ def save(out: Path, *steps: int, overrides: tuple[str, ...] = (), **state: Any) 
     return [make_whole(out / "checkpoints", step, identity=identity, **state) for step in steps]
 
 
-QUICK = [kind for kind in DAMAGES if kind not in ONLY_BY_READING]
-
-
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ONLY_BY_READING])
 def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Path) -> None:
     _, whole, newest = save(tmp_path, 2, 4, 6)
     damage, words = DAMAGES[kind]

@@ -115,7 +115,8 @@ ready = Mine("ready")
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    path = tmp_path / "mine.py"
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
     path.write_text(FILE)
     return path
 
@@ -137,22 +138,19 @@ def test_callbacks_come_from_files_with_arguments_and_as_objects(file: Path) -> 
     ("callback", "says"),
     [
         ("early_stop", "unknown callback 'early_stop'; known: early_stopping, or your own"),
-        ("FILE:None_", "has no function None_"),
+        ("own.py:None_", "has no function None_"),
         ("nowhere.py:Mine", "there is no file"),
-        ({"callback": "FILE:Mine", "kwargs": {"nam": 1}}, r"cannot be made with kwargs nam: TypeError: .*unexpected keyword"),
-        ({"callback": "FILE:ready", "kwargs": {"name": 1}}, "takes kwargs only where it is a class"),
+        ({"callback": "own.py:Mine", "kwargs": {"nam": 1}}, r"cannot be made with kwargs nam: TypeError: .*unexpected keyword"),
+        ({"callback": "own.py:ready", "kwargs": {"name": 1}}, "takes kwargs only where it is a class"),
         ({"callback": "early_stopping", "kwargs": {"patience": 0}}, "patience = 0 must be 1 or more"),
-        ("FILE:Slip", "has a method on_step_ended, which nothing calls; did you mean on_step_end?"),
-        ("FILE:Later", "has an async method on_step_end"),
-        ("FILE:Nothing", "Nothing is no callback: it has none of the methods on_run_begin"),
+        ("own.py:Slip", "has a method on_step_ended, which nothing calls; did you mean on_step_end?"),
+        ("own.py:Later", "has an async method on_step_end"),
+        ("own.py:Nothing", "Nothing is no callback: it has none of the methods on_run_begin"),
     ],
 )
 def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: str) -> None:
-    named = callback if isinstance(callback, str) else callback["callback"]
-    named = named.replace("FILE", str(file))
-    given = config(named if isinstance(callback, str) else {**callback, "callback": named})
     with pytest.raises(ValueError, match=says) as caught:
-        Callbacks.of(given)
+        Callbacks.of(config(callback))
     assert is_ours(caught.value)
 
 

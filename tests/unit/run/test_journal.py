@@ -6,7 +6,7 @@ import multiprocessing
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tepo_megatron.run.sampling import journal as journals
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.sampler.rollout_file import Record, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tests.support.checkpoints import make_whole
 from tests.support.data_files import write_jsonl
 from tests.support.fake_sampling import Killed
 from tests.support.processes import files_of_at_most
@@ -174,9 +175,7 @@ def test_entries_are_kept_from_the_oldest_checkpoint_on_and_up_to_a_size(
 
     assert write(0, 1, 2) == [0, 1, 2]
     for step in (2, 4):
-        checkpoint = tmp_path / "checkpoints" / f"step_{step:06d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text("{}")
+        make_whole(tmp_path / "checkpoints", step)
         assert write(step + 1)[0] == 2
     monkeypatch.setattr(journals, "MAX_BYTES", 2 * record_path(tmp_path / "journal", 5).stat().st_size + 20)
     assert write(6, 7) == [5, 6, 7]
@@ -214,8 +213,6 @@ def test_a_writer_that_is_killed_within_a_write_leaves_the_older_entry(room: int
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".jsonl"] == ["step_0000000.jsonl"]
 
 
-Make = Callable[..., Any]
-
 OVERLAP = {"train": {"steps": 2, "save_every": 1, "schedule": "overlap"}, "rollout.uncorrected": True}
 SYNC: dict[str, Any] = {"train": {"steps": 2, "save_every": 1}}
 SCHEDULES = pytest.mark.parametrize("schedule", [SYNC, OVERLAP], ids=["sync", "overlap"])
@@ -226,24 +223,19 @@ def write_problems(path: Path, prompts: Sequence[str], name: str = "p", **fields
     return write_jsonl(path, rows)
 
 
-def kill(run: Any) -> None:
-    """In step 2: its rollouts are in the journal, and the newest checkpoint is that of step 1."""
-    with pytest.raises(Killed):
-        run.run()
-
-
 OLD, NEW = [f"{number}+1=" for number in range(10, 30)], [f"{number}-1=" for number in range(10, 30)]
 
 
 @SCHEDULES
 @pytest.mark.parametrize(("prompts", "name", "level"), [(NEW, "p", 1), (NEW, "other", 1), (OLD, "p", 2)])
 def test_a_run_resumed_with_other_data_samples_them(
-    schedule: dict[str, Any], prompts: list[str], name: str, level: int, reference_run: Make, tmp_path: Path
+    schedule: dict[str, Any], prompts: list[str], name: str, level: int, reference_run: Any, tmp_path: Path
 ) -> None:
     """Also if only metadata differ, which may decide what a verifier says, and not the order of the problems."""
     data = write_problems(tmp_path / "train.jsonl", OLD, level=1)
     settings = {**schedule, "data.train": data}
-    kill(reference_run(settings, killed_at="rollouts 2"))
+    with pytest.raises(Killed):  # its rollouts are in the journal, and the newest checkpoint is that of step 1
+        reference_run(settings, killed_at="rollouts 2").run()
     write_problems(Path(data), prompts, name=name, level=level)
     changed = [] if prompts == OLD else ["data.train"]
     run = reference_run({**settings, "train": {**settings["train"], "resume": True, "allow_change": changed}}).run()
@@ -256,12 +248,13 @@ def test_a_run_resumed_with_other_data_samples_them(
 
 @SCHEDULES
 def test_another_end_token_of_generation_config_is_another_run(
-    schedule: dict[str, Any], reference_run: Make, tmp_path: Path
+    schedule: dict[str, Any], reference_run: Any, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model"))
     data = write_problems(tmp_path / "train.jsonl", OLD)
     settings = {**schedule, "model.path": str(model), "data.train": data}
-    kill(reference_run(settings, killed_at="rollouts 2"))
+    with pytest.raises(Killed):
+        reference_run(settings, killed_at="rollouts 2").run()
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 14], "transformers_version": "5"}')
     train = {**settings["train"], "resume": True}
     with pytest.raises(ValueError, match=r"generation_config.json: \[\] -> \[2, 14\]\n.*allow_change=\[model.path\]"):
@@ -270,19 +263,15 @@ def test_another_end_token_of_generation_config_is_another_run(
     assert not any("takes the rollouts" in text for text in run.said)
 
 
-@pytest.fixture
-def other_models_record(reference_run: Make, tmp_path: Path) -> Path:
+def test_another_models_record_is_refused_or_said(reference_run: Any, tmp_path: Path) -> None:
     """Of a model of the same architecture, with other weights."""
     model = Path(shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     save_file({name: weight * 2 for name, weight in weights.items()}, model / "model.safetensors")
     data = write_problems(tmp_path / "train.jsonl", OLD)
-    settings = {"model.path": str(model), "data.train": data, "rollout.record": True, "output": str(tmp_path / "recorded")}
-    return reference_run(settings).run().config.output / "rollouts"
-
-
-def test_another_models_record_is_refused_or_said(other_models_record: Path, reference_run: Make) -> None:
-    settings = {"rollout.replay": str(other_models_record)}
+    recorded = tmp_path / "recorded"
+    reference_run({"model.path": str(model), "data.train": data, "rollout.record": True, "output": str(recorded)}).run()
+    settings = {"rollout.replay": str(recorded / "rollouts")}
     run = reference_run(settings)
     with pytest.raises(ValueError, match=r"other weights than this run starts with .* rollout.replay_weights=any"):
         run.run()
@@ -292,7 +281,7 @@ def test_another_models_record_is_refused_or_said(other_models_record: Path, ref
     assert allowed.noted("row") == ["row 0", "row 1", "row 2"]
 
 
-def test_a_replay_says_once_when_its_weights_leave_the_recorded_ones(reference_run: Make, tmp_path: Path) -> None:
+def test_a_replay_says_once_when_its_weights_leave_the_recorded_ones(reference_run: Any, tmp_path: Path) -> None:
     sampling = {"temperature": 2.0, "max_new_tokens": 8}  # the first step has a gradient: a group's rewards differ
     settings = {"train.steps": 3, "rollout": {"samples_per_prompt": 8, "sampling": sampling}}
     recorded = reference_run({**settings, "rollout.record": True, "output": str(tmp_path / "recorded")}).run()

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
 from tepo_megatron.runtime.run_lock import FILE, RunLock
+from tests.support.checkpoints import make_whole
+from tests.support.data_files import write_jsonl
 from tests.support.processes import files_of_at_most
 from tests.support.report_runs import made_up_tokens
 from tests.unit.run.conftest import open_output, scalars
@@ -23,8 +25,7 @@ RESUMED = {"resume": True}
 
 
 def write(path: Path, steps: Iterable[int]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in sorted(steps)))
+    write_jsonl(path, [{"step": step} for step in sorted(steps)])
 
 
 def steps(path: Path) -> list[int]:
@@ -70,8 +71,7 @@ def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_
     for kind in ("metrics", "samples"):
         old = [tmp_path / f"{kind}.jsonl", *(tmp_path / f"{kind}.before-{number}.jsonl" for number in range(1, runs))]
         assert sorted(tmp_path.glob(f"{kind}*")) == sorted(old)
-    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_000001" / "state.json").write_text("{}")
+    make_whole(tmp_path / "checkpoints", 1)
     output, _ = open_output(tmp_path, train={"resume": "auto"})
     assert (output.resumes, output.last_step) == (True, rows)
     output.close()

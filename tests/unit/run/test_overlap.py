@@ -101,7 +101,7 @@ def test_the_servers_run_ahead_by_so_many_steps_and_no_further(k: int, make: Any
 
     rollouts = collect_later(run, finish)
     assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1, 2, 2]
-    assert problems(rollouts) == [_first(5)[number].id for number in (0, 2, 4)]
+    assert problems(rollouts) == [ProblemSampler(PROBLEMS, 0).problem(number).id for number in (0, 2, 4)]
     assert len(run.servers.asked) == (k + 1) * B  # the trainer trains with weights that are old by then
     run.trained()
     assert run.asked((k + 2) * B) == list(range((k + 2) * B))
@@ -142,7 +142,6 @@ def test_what_is_too_old_when_its_turn_comes_is_dropped_and_counted_unless_the_c
 
 def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
     run = make(1, steps=100)
-
     collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
     run.trained()
     run.asked(3 * B)
@@ -189,11 +188,7 @@ def test_a_run_that_ends_and_goes_on_trains_on_every_problem_once(
     order = ProblemSampler(PROBLEMS, 0)
     ahead = [order.problem(group["number"]).id for group in saved["sampler"].get("carried", ())]
     assert len(seen) == B * saved["step"]
-    assert sorted([*seen, *ahead]) == sorted(each.id for each in _first(saved["sampler"]["position"]))
-
-
-def _first(count: int) -> list[Problem]:
-    return ProblemSampler(PROBLEMS, 0).next(count)
+    assert sorted([*seen, *ahead]) == sorted(each.id for each in order.next(saved["sampler"]["position"]))
 
 
 def _collect_by_chance(run: Run, rng: random.Random) -> list[Rollout]:

@@ -16,8 +16,12 @@ TWO_NODES = Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=16)
 ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
 
 
-def config(platform: str = "auto", **server: Any) -> RunConfig:
-    return RunConfig.model_validate({"engine": {"platform": platform}, "rollout": {"server": server}})
+OVERLAP = {"train": {"schedule": "overlap"}, "objective": {"mismatch": {"kind": "truncate"}}}
+
+
+def config(server: dict[str, Any], platform: str = "auto", *, threads: Any = None, overlap: bool = False) -> RunConfig:
+    sections = {"engine": {"platform": platform, "cpu_threads": threads}, "rollout": {"server": server}}
+    return RunConfig.model_validate(sections | (OVERLAP if overlap else {}))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def config(platform: str = "auto", **server: Any) -> RunConfig:
     ],
 )
 def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform: str, transport: str, first_gpu: int) -> None:
-    placement = Placement(config(platform, **server), machine)
+    placement = Placement(config(server, platform), machine)
     placement.check()
     assert (placement.transport, placement.first_server_gpu) == (transport, first_gpu)
     shared = range(placement.workers) if server.get("placement") == "colocated" else ()  # by the trainer rank of that number
@@ -60,15 +64,7 @@ def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform
 )
 def test_what_a_machine_cannot_do_is_refused(server: dict[str, Any], machine: Machine, platform: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Placement(config(platform, **server), machine).check()
-
-
-OVERLAP = {"train": {"schedule": "overlap"}, "objective": {"mismatch": {"kind": "truncate"}}}
-
-
-def threaded(threads: int | str | None, server: dict[str, Any], *, overlap: bool) -> RunConfig:
-    sections = {"engine": {"cpu_threads": threads}, "rollout": {"server": server}, **(OVERLAP if overlap else {})}
-    return RunConfig.model_validate(sections)
+        Placement(config(server, platform), machine).check()
 
 
 @pytest.mark.parametrize(
@@ -90,11 +86,12 @@ def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them
     threads: int | str | None, server: dict[str, Any], overlap: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tepo_megatron.sampler.vllm.resources.available_cores", lambda: list(range(8)))
-    assert Placement(threaded(threads, server, overlap=overlap), LAPTOP).trainer_threads(range(8)) == expected
+    assert Placement(config(server, threads=threads, overlap=overlap), LAPTOP).trainer_threads(range(8)) == expected
 
 
 def test_threads_that_cannot_act_are_refused() -> None:
+    placement = Placement(config({}, threads="auto"), NODE)
     with pytest.raises(ValueError, match=r"engine.cpu_threads = auto acts where the trainer runs on a CPU, and it runs on"):
-        Placement(threaded("auto", {}, overlap=False), NODE).check()
-    assert Placement(threaded("auto", {}, overlap=False), NODE).trainer_threads(range(8)) is None
+        placement.check()
+    assert placement.trainer_threads(range(8)) is None
     Placement(RunConfig.model_validate({"rollout": {"replay": "/recorded"}}), ONE_GPU).check()  # needs no place for servers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.fake_sampling import Killed
 
-Make = Callable[..., Any]
 SHARED = {"rollout.server.placement": "colocated"}
 PLACEMENTS = pytest.mark.parametrize("placement", [{}, SHARED], ids=["own GPUs", "shared GPUs"])
 SYNC = ["wake", "canary"]
@@ -24,7 +22,7 @@ STEP = ["score", "score", "update", "update"]
 
 @pytest.mark.slow
 @PLACEMENTS
-def test_the_order_of_a_run(placement: dict[str, Any], reference_run: Make) -> None:
+def test_the_order_of_a_run(placement: dict[str, Any], reference_run: Any) -> None:
     """On shared GPUs it is the same; trainer and sampler check who has the memory."""
     run = reference_run({"evaluate.every": 2, **placement}).run()
     first = ["start", "weights 0", *SYNC, "sample", "sample", "evaluation 0", "row 0"]
@@ -33,7 +31,7 @@ def test_the_order_of_a_run(placement: dict[str, Any], reference_run: Make) -> N
     assert run.calls == [*first, *one, *two, "sample", "sample", "evaluation 2", "row 2", "sleep"]
 
 
-def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Make) -> None:
+def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Any) -> None:
     """A canary that a server's death repeats is one sync."""
     run = reference_run(
         {"train.steps": 4, "rollout.canary.every": 3, "engine.noise_every": 2}, dies_at=["weights 1", "canary"]
@@ -43,11 +41,11 @@ def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Make) -> 
     ]
 
 
-def test_a_last_step_that_is_not_due_is_saved(reference_run: Make) -> None:
+def test_a_last_step_that_is_not_due_is_saved(reference_run: Any) -> None:
     assert reference_run({"train.save_every": 0}).run().noted("save ") == ["save 2"]
 
 
-def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(reference_run: Make) -> None:
+def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(reference_run: Any) -> None:
     run = reference_run({"train": {"steps": 3, "save_every": 2, "async_save": True}}).run()
     assert run.noted("save", "update", "row") == [
         *("row 0", "update", "update", "row 1", "update", "update", "save 2", "row 2"),
@@ -57,7 +55,7 @@ def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(refe
 
 @PLACEMENTS
 def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
-    placement: dict[str, Any], reference_run: Make, tmp_path: Path
+    placement: dict[str, Any], reference_run: Any, tmp_path: Path
 ) -> None:
     settings = {"train.steps": 1, **placement}
     whole = reference_run(settings).run()
@@ -72,7 +70,7 @@ def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_the_overlapped_schedule_trains_on_every_group_once_and_on_none_too_old(staleness: int, reference_run: Make) -> None:
+def test_the_overlapped_schedule_trains_on_every_group_once_and_on_none_too_old(staleness: int, reference_run: Any) -> None:
     train = {"steps": 5, "schedule": "overlap", "max_staleness": staleness}
     run = reference_run({"train": train, "rollout.uncorrected": True}).run()
     assert run.noted("rollouts", "row") == [
@@ -85,7 +83,7 @@ def test_the_overlapped_schedule_trains_on_every_group_once_and_on_none_too_old(
     assert all(row["staleness/max"] <= staleness for row in run.rows[1:])
 
 
-def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Make) -> None:
+def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Any) -> None:
     run = reference_run({"train": {"steps": 3, "max_skipped": 2}}, skips=[2, 3]).run()
     assert [row["update/skipped"] for row in run.rows[1:]] == [1, 1, 0]
     folder = run.config.output / "skipped"
@@ -113,7 +111,7 @@ class Damages:
 
 
 @PLACEMENTS
-def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(placement: dict[str, Any], reference_run: Make) -> None:
+def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(placement: dict[str, Any], reference_run: Any) -> None:
     run = reference_run({**rollback(save_every=2), **placement}, spikes=[6]).run()
     index = run.calls.index("load step_000002")
     assert run.calls[index - 6 : index] == ["rollouts 3", "sleep", *STEP]
@@ -124,7 +122,7 @@ def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(placement: dict
     assert any("above train.rollback.above = 20; back to" in text for text in run.said)
 
 
-def test_a_spike_before_the_first_checkpoint_is_reported_and_too_many_end_the_run(reference_run: Make) -> None:
+def test_a_spike_before_the_first_checkpoint_is_reported_and_too_many_end_the_run(reference_run: Any) -> None:
     run = reference_run(rollback(save_every=1), spikes=[1, 4, 6])
     with pytest.raises(RuntimeError, match=r"above .*, after 1 returns to a checkpoint \(train.rollback.max_times"):
         run.run()
@@ -132,7 +130,7 @@ def test_a_spike_before_the_first_checkpoint_is_reported_and_too_many_end_the_ru
     assert run.noted("row") == ["row 0", "row 1"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_when_a_run_goes_back(reference_run: Make, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_when_a_run_goes_back(reference_run: Any, tmp_path: Path) -> None:
     """If all are damaged, the run ends."""
     run = reference_run(rollback(save_every=1), spikes=[6], callbacks=[Damages(tmp_path / "out", 2, 2)]).run()
     assert run.noted("load") == ["load step_000001"]
@@ -148,7 +146,7 @@ RESUMED: dict[str, Any] = {"train": {"steps": 2, "save_every": 1, "resume": "aut
 
 
 @pytest.mark.slow
-def test_a_killed_run_that_is_resumed_has_the_same_bits(reference_run: Make, tmp_path: Path) -> None:
+def test_a_killed_run_that_is_resumed_has_the_same_bits(reference_run: Any, tmp_path: Path) -> None:
     """Killed in the sampling of either step, between updates, and before and after a save and its row."""
     whole = reference_run(RESUMED).run()
     for number in (8, 9, 14, 17, 22, 28):
@@ -164,7 +162,7 @@ def test_a_killed_run_that_is_resumed_has_the_same_bits(reference_run: Make, tmp
 
 @pytest.mark.slow
 @PLACEMENTS
-def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], reference_run: Make, tmp_path: Path) -> None:
+def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], reference_run: Any, tmp_path: Path) -> None:
     """What was trained is saved once, no step is half trained, and the resumed run continues as if nothing had been."""
     settings = {**RESUMED, "train": {**RESUMED["train"], "save_every": 0}, **placement}
     whole = reference_run(settings).run()
@@ -186,7 +184,7 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
 
 
-def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(reference_run: Make) -> None:
+def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(reference_run: Any) -> None:
     """If the row of the checkpoint's step is missing, the start belongs to it, as that of a first row."""
     reference_run({"train.steps": 1}).run()
     for logged in (True, False):
@@ -204,7 +202,7 @@ def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(reference
         assert [row["time/step"] > 1e6 for row in resumed.rows[-2:]] == [not logged, False]
 
 
-def test_recorded_rollouts_are_replayed_to_the_same_bits_without_servers(reference_run: Make, tmp_path: Path) -> None:
+def test_recorded_rollouts_are_replayed_to_the_same_bits_without_servers(reference_run: Any, tmp_path: Path) -> None:
     recorded = reference_run({"rollout.record": True, "output": str(tmp_path / "recorded")}).run()
     replayed = reference_run({"rollout.replay": str(tmp_path / "recorded" / "rollouts")}).run()
     assert replayed.digest == recorded.digest
@@ -214,13 +212,12 @@ def test_recorded_rollouts_are_replayed_to_the_same_bits_without_servers(referen
 
 BY_LENGTH = {"objective": {"preset": "tepo", "trust_region": {"scale": "length", "low": "auto", "high": "auto", "share": 0.2}}}
 VARIED = {"prompts_per_step": 4, "samples_per_prompt": 4, "sampling": {"temperature": 2.0, "max_new_tokens": 4}}
-WITH_A_SPREAD: dict[str, Any] = {"rollout": VARIED, "optimizer.lr": 1e-4}
 
 
 @pytest.mark.slow
-def test_bounds_that_follow_the_ratios_survive_a_kill_and_a_replay(reference_run: Make, tmp_path: Path) -> None:
-    settings = {**BY_LENGTH, **WITH_A_SPREAD, "train": {"steps": 4, "save_every": 1, "resume": "auto", "minibatches": 2}}
-    settings["rollout"] = {**VARIED, "record": True}
+def test_bounds_that_follow_the_ratios_survive_a_kill_and_a_replay(reference_run: Any, tmp_path: Path) -> None:
+    train = {"steps": 4, "save_every": 1, "resume": "auto", "minibatches": 2}
+    settings: dict[str, Any] = {**BY_LENGTH, "optimizer.lr": 1e-4, "train": train, "rollout": {**VARIED, "record": True}}
     whole = reference_run({**settings, "output": str(tmp_path / "whole")}).run()
     bounds = [(row["clip/bound_low"], row["clip/bound_high"]) for row in whole.rows[1:]]
     assert bounds[0] == (0.03, 0.03)
@@ -236,7 +233,7 @@ def test_bounds_that_follow_the_ratios_survive_a_kill_and_a_replay(reference_run
     assert replayed.digest == whole.digest
 
 
-def test_a_steps_responses_are_written_with_their_problems(reference_run: Make) -> None:
+def test_a_steps_responses_are_written_with_their_problems(reference_run: Any) -> None:
     run = reference_run({"train.steps": 1, "log.train_samples": 3}).run()
     rows = [json.loads(line) for line in (run.config.output / "train_samples.jsonl").read_text().splitlines()]
     expected = [(1, r.problem_id, r.text, r.reward, len(r.response_ids), r.finish_reason, 0) for r in run.rollouts[1][:3]]

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.weights.architecture import model_spec
+from tests.support.checkpoints import make_whole
 from tests.support.random_models import write_llama
 
 OVERLAP, PENALISE = "train.schedule=overlap", "rollout.truncated=penalise"
@@ -66,7 +69,6 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         ([f"{FILTERS}.max_truncated=0.5"], r"max_truncated is for the filter too_long"),
         ([f"{FILTERS}={{filters: [reward_range], reward_range: [1, 0]}}"], r"holds no number"),
         ([f"{FILTERS}.filters=['a:keep', 'b.py:keep']"], r"two filters are called keep"),
-        ([f"{FILTERS}={{}}", "rollout.samples_per_prompt=1"], r"samples_per_prompt = 1: an advantage compares"),
         # a generation step of one's own
         (["rollout.collect=mine.py:best", f"{FILTERS}={{}}"], r"collect = mine\.py:best"),
         (["rollout.collect=mine.py:best", "environment.name=calculator"], r"collect = mine\.py:best"),
@@ -121,17 +123,17 @@ def test_what_can_act_is_accepted(overrides: list[str]) -> None:
     load_run(None, overrides)
 
 
-STEPS = 3
+STEPS, SHORT = 3, "rollout.sampling.max_new_tokens=16"
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    """A run that replays what is in ``recorded``."""
+def replaying(tmp_path: Path) -> Callable[..., RunConfig]:
+    """Makes runs that replay what is in ``recorded``, changed by overrides."""
     for step in range(STEPS):
         write_rollouts(tmp_path / "recorded", step, rollouts(step))
-    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 16}}
-    document = {"rollout": {**rollout, "replay": str(tmp_path / "recorded")}, "evaluate": {"every": 0}}
-    return RunConfig.model_validate({**document, "output": str(tmp_path / "out"), "train": {"steps": STEPS, "minibatches": 2}})
+    size = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", SHORT, f"train.steps={STEPS}", "train.minibatches=2")
+    run = (*size, f"rollout.replay={tmp_path}/recorded", f"output={tmp_path}/out", "evaluate.every=0")
+    return lambda *overrides: load_run(None, [*run, *overrides])
 
 
 def rollouts(step: int) -> list[Rollout]:
@@ -139,47 +141,43 @@ def rollouts(step: int) -> list[Rollout]:
     return [Rollout(f"p{at // 2}", at // 2, (3, at // 2), (4, 5), (-0.5, -0.5), "stop", version) for at in range(4)]
 
 
-def with_rollout(config: RunConfig, **changes: object) -> RunConfig:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
-
-
 def read(config: RunConfig) -> int:
     return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
 
 
-def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_without_fitting_routes_is_named_with_its_line(replaying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
     spec = model_spec({**mixtral, "intermediate_size": 8, "vocab_size": 61, "num_local_experts": 4}, "test")
     monkeypatch.setattr("tepo_megatron.run.sampling.inputs.read_model_spec", lambda folder: spec)
     fitting = [replace(each, routed_experts=np.zeros((3, 3, 2), np.uint8)) for each in rollouts(0)]
     other = replace(fitting[1], routed_experts=np.zeros((3, 5, 2), np.uint8))
-    replaying = with_rollout(config, server=config.rollout.server.model_copy(update={"routing_replay": True}))
+    plain, routed = replaying(), replaying("rollout.server.routing_replay=true")
     for recorded, problem in (
         (rollouts(0), "line 2: the rollout has no routing record"),
         ([fitting[0], other, *fitting[2:]], "line 3: the rollout has a routing record of 3 × 5 × 2"),
     ):
-        write_rollouts(config.rollout.replay, 0, recorded)
+        write_rollouts(plain.rollout.replay, 0, recorded)
         with pytest.raises(ValueError, match=rf"step_0000000\.jsonl, {problem}"):
-            read(replaying)
-    read(config)  # what is not replayed is not asked for
-    write_rollouts(config.rollout.replay, 0, fitting)
-    read(replaying)
+            read(routed)
+    read(plain)  # what is not replayed is not asked for
+    write_rollouts(plain.rollout.replay, 0, fitting)
+    read(routed)
 
 
-def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(config: RunConfig) -> None:
-    truncating = with_rollout(config, sampling=config.rollout.sampling.model_copy(update={"top_k": 20}))
+def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(replaying: Any) -> None:
+    plain, truncating = replaying(), replaying("rollout.sampling.top_k=20")
     known = [replace(each, sampling_mask=SamplingMask([1, 0], [7])) for each in rollouts(0)]
-    write_rollouts(config.rollout.replay, 0, known)
+    write_rollouts(plain.rollout.replay, 0, known)
     read(truncating)
-    write_rollouts(config.rollout.replay, 0, [known[0], *rollouts(0)[1:]])
-    read(config)  # scored among all tokens
+    write_rollouts(plain.rollout.replay, 0, [known[0], *rollouts(0)[1:]])
+    read(plain)  # scored among all tokens
     with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 3: the rollout has no sampling mask, but .*top_k says"):
         read(truncating)
 
 
-def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(config: RunConfig) -> None:
-    vocab_size = read(config)
-    replay = config.rollout.replay
+def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(replaying: Any) -> None:
+    config = replaying()
+    vocab_size, replay = read(config), config.rollout.replay
     assert [read_replay(config, vocab_size, step) for step in range(STEPS)] == [rollouts(step) for step in range(STEPS)]
     write_rollouts(replay, 0, rollouts(1))
     with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: drawn by the weights of step 1, not of step 0"):
@@ -187,10 +185,8 @@ def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(c
     record_path(replay, 0).unlink()
     with pytest.raises(ValueError, match=r"no record of step 0 \(step_0000000\.jsonl\), and 1 of the steps 0 to 2 are missing"):
         read(config)
-    checkpoint = config.output / "checkpoints" / "step_000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text("{}")
-    config = config.model_copy(update={"train": config.train.model_copy(update={"resume": True})})
+    make_whole(config.output / "checkpoints", 2)
+    config = replaying("train.resume=true")
     read(config)  # a resumed run begins with a later one
     write_rollouts(replay, 2, rollouts(0))
     with pytest.raises(ValueError, match=r"step_0000002\.jsonl, line 2: drawn by the weights of step 0"):
@@ -242,18 +238,16 @@ def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
     ],
 )
 def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_with_what_would_fit(new: int, message: str) -> None:
-    document = {"rollout": {"sampling": {"max_new_tokens": new}}}
     with pytest.raises(ValueError, match=message):
-        read(RunConfig.model_validate(document))
+        read(load_run(None, [f"rollout.sampling.max_new_tokens={new}"]))
 
 
 def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(Tokenizer, "check_served", lambda _self, texts: seen.extend(texts))
-    sampling = {"max_new_tokens": 16}
-    read(RunConfig.model_validate({"rollout": {"sampling": sampling}}))
+    read(load_run(None, [SHORT]))
     assert not seen
-    read(RunConfig.model_validate({"rollout": {"sampling": {**sampling, "stop": ["\n"]}}}))
+    read(load_run(None, [SHORT, 'rollout.sampling.stop=["\\n"]']))
     assert seen[0].endswith("=")
     assert seen[1].isdecimal()
 
@@ -265,8 +259,7 @@ def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) 
 
     def inputs(verifier: str) -> list[str]:
         sources = [{"path": f"{tmp_path}/a.jsonl"}, {"path": f"{tmp_path}/b.jsonl", "verifier": verifier}]
-        document = {"data": {"train": sources, "heldout": None}, "rollout": {"sampling": {"max_new_tokens": 16}}}
-        config = RunConfig.model_validate({**document, "evaluate": {"every": 0}})
+        config = load_run(None, [f"data.train={json.dumps(sources)}", "data.heldout=null", "evaluate.every=0", SHORT])
         return read_inputs(config, resolve_model_path(config.model.path)).left_out
 
     with pytest.raises(ValueError, match=r"the verifier last_word can give no response a reward: .*'is 2' of problem 'b:1'"):
@@ -278,14 +271,11 @@ def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) 
 def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_four_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RunConfig.model_validate({"rollout": {"sampling": {"max_new_tokens": 16}}})
-    model = tmp_path / "model"
-    shutil.copytree(resolve_model_path("builtin:tiny"), model)
+    model = Path(shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model"))
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 8, "head_dim": 16}))
     (check,) = [check for check in RUN_CHECKS if check.name == "server machine"]
-    here = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
-    run = RunSubject(here, this_machine())
+    run = RunSubject(load_run(None, [f"model.path={model}", "data.train=builtin:addition", SHORT]), this_machine())
     assert re.search(r"attention heads have 16 dimensions .* on a CPU vLLM takes 32, 64, ", check.problem(run))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert check.problem(run) is None

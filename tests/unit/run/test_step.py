@@ -43,8 +43,8 @@ def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> Non
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def rollout(problem: str, group: int, reward: float | None) -> Rollout:
-    return Rollout(problem, group, (3,), (4,), (-0.5,), "stop", WeightsVersion(0, "ab"), reward=reward)
+def rollout(problem: str, group: int, reward: float, response: Sequence[int] = (4,)) -> Rollout:
+    return Rollout(problem, group, (3,), response, [-1.0] * len(response), "stop", WeightsVersion(0), reward=reward)
 
 
 def test_shares_are_of_groups_and_rewards_of_responses() -> None:
@@ -94,24 +94,19 @@ SKIPPED = UpdateResult(float("nan"), float("inf"), 0.1, {}, {}, skipped="rank 1:
 
 
 def rollouts(count: int) -> list[Rollout]:
-    return [
-        Rollout(f"p{at // 2}", at // 2, (3,), (4, 5 + at), (-1.0, -1.0), "stop", WeightsVersion(0), reward=float(at % 2))
-        for at in range(count)
-    ]
+    return [rollout(f"p{at // 2}", at // 2, float(at % 2), (4, 5 + at)) for at in range(count)]
 
 
-class Guard(SkippedUpdates):
-    """Notes what it keeps: the step and its entries."""
+def guard_of(allowed: int) -> tuple[SkippedUpdates, dict[int, Any]]:
+    """Also returns what it keeps: the entries of each step."""
+    entries: dict[int, Any] = {}
 
-    def __init__(self, allowed: int) -> None:
-        self.entries: dict[int, Sequence[Mapping[str, Any]]] = {}
-        super().__init__(
-            RunConfig.model_validate({"seed": 5, "train": {"max_skipped": allowed}}), self.keep, lambda value: value
-        )
-
-    def keep(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
-        self.entries[step] = skipped
+    def keep(step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
+        entries[step] = skipped
         return Path("out/skipped/step.json")
+
+    config = RunConfig.model_validate({"seed": 5, "train": {"max_skipped": allowed}})
+    return SkippedUpdates(config, keep, lambda value: value), entries
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=2), max_size=12), st.integers(0, 5))
@@ -119,7 +114,7 @@ def test_a_run_stops_at_the_first_row_of_skips_that_is_too_long(steps: list[list
     flat = "".join("s" if skip else "." for skips in steps for skip in skips)
     at = flat.find("s" * (allowed + 1))
     expected = None if at < 0 else (at + allowed) // 2
-    guard, batch, stopped = Guard(allowed), pack(rollouts(8)), None
+    (guard, entries), batch, stopped = guard_of(allowed), pack(rollouts(8)), None
     for step, skips in enumerate(steps):
         try:
             guard.check(step, batch, [SKIPPED if skip else MADE for skip in skips])
@@ -128,13 +123,13 @@ def test_a_run_stops_at_the_first_row_of_skips_that_is_too_long(steps: list[list
             break
     assert stopped == expected
     end = len(steps) if stopped is None else stopped + 1
-    assert list(guard.entries) == [step for step, skips in enumerate(steps[:end]) if any(skips)]
+    assert list(entries) == [step for step, skips in enumerate(steps[:end]) if any(skips)]
 
 
 def test_the_sentence_names_the_first_cause_and_an_entry_the_rollouts_of_its_minibatch() -> None:
-    guard, step = Guard(1), rollouts(7)
+    (guard, entries), step = guard_of(1), rollouts(7)
     guard.check(4, pack(step), [MADE, replace(SKIPPED, skipped="rank 3: the first"), MADE])
-    (entry,) = guard.entries[4]
+    (entry,) = entries[4]
     assert (entry["minibatch"], entry["cause"], entry["ranks"]) == (1, "rank 3: the first", [{"rank": 1}])
     parts = list(minibatches(pack(step), 3, seed=5, step=4))
     assert torch.equal(pack([step[index] for index in entry["rollouts"]]).tokens_T, parts[1].tokens_T)

@@ -6,7 +6,6 @@ Both packages are in requirements/test.txt; without one of them its test is skip
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import math
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,6 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 PLANTED = "sk-planted-in-the-kwargs"
 
 
-def needs(*packages: str) -> pytest.MarkDecorator:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)} (requirements/test.txt)")
-
-
 def open_run(folder: Path, section: dict[str, Any], *, resume: bool, lr: float) -> tuple[Output, list[str]]:
     reward = {"verifier": "math.py:verify", "kwargs": {"api_key": PLANTED}}
     sections = {"name": "tiny", "train": {"resume": resume}, "optimizer": {"lr": lr}, "reward": reward}
@@ -127,12 +122,9 @@ def run_twice(folder: Path, section: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def no_secret_in(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            content = path.read_bytes()
-            assert KEY.encode() not in content, path
-            assert PLANTED.encode() not in content, path
+def no_secret_in(*folders: Path) -> None:
+    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        assert not [secret for secret in (KEY, PLANTED) if secret.encode() in path.read_bytes()], path
 
 
 def end_wandbs_own_process(output: Output, said: list[str]) -> None:
@@ -148,7 +140,7 @@ def end_wandbs_own_process(output: Output, said: list[str]) -> None:
         time.sleep(0.05)
 
 
-@needs("wandb")
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,14 +182,14 @@ def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same
     metrics = config["_wandb"]["value"]["m"]  # in W&B's short form: 1 is a name, 2 a pattern, 5 its x axis by number
     (every,) = [metric for metric in metrics if metric.get("2") == "*"]
     assert metrics[every["5"] - 1]["1"] == "step"
-    no_secret_in(folder / "wandb")
-    no_secret_in(folder / "logs")
+    no_secret_in(folder / "wandb", folder / "logs")
 
 
-@needs("mlflow", "sqlalchemy", "alembic")
 def test_the_database_of_mlflow_has_every_row_and_goes_on_in_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for package in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(package)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     section = {"mlflow": {"experiment_name": "tepo", "tags": {"of": "tests"}}}
@@ -216,5 +208,4 @@ def test_the_database_of_mlflow_has_every_row_and_goes_on_in_the_same_run(
         last = {metric.step: metric.value for metric in history}
         assert last == {row["step"]: row[name] for row in rows if row[name] is not None}
     assert len(client.get_metric_history(run.info.run_id, "reward/mean")) == 6
-    no_secret_in(folder / "mlflow")
-    no_secret_in(folder / "logs")
+    no_secret_in(folder / "mlflow", folder / "logs")
