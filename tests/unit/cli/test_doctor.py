@@ -117,15 +117,7 @@ TORCHS = "^Adam: torch's; RMSNorm: torch's"
     ],
 )
 def test_what_is_planted_is_found(
-    installed: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    versions: dict[str, str],
-    gpu: bool,
-    apex: tuple[str, ...],
-    name: str,
-    status: str,
-    text: str,
+    installed, tmp_path, monkeypatch, versions: dict[str, str], gpu: bool, apex: Any, name: str, status: str, text: str
 ) -> None:
     installed |= versions
     for part in apex:
@@ -251,8 +243,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def external(registry: Path, servers: int) -> RunConfig:
-    settings = ("placement=external", f"registry={registry}", f"count={servers}")
-    return load_run(None, [f"rollout.server.{setting}" for setting in settings])
+    return load_run(None, [f"rollout.server={{placement: external, registry: {registry}, count: {servers}}}"])
 
 
 def test_external_servers_are_looked_for_and_a_registry_without_them_is_one_sentence(tmp_path: Path) -> None:

@@ -149,10 +149,6 @@ def start(tmp_path: Path) -> Iterator[Any]:
         yield start_parent
 
 
-def wait_for(*files: Path) -> None:
-    wait_until(lambda: all(file.exists() for file in files), TIMEOUT_S, f"{files}")
-
-
 def started_ranks(folder: Path) -> list[int]:
     """Their process ids."""
     files = [folder / f"started{rank}" for rank in (0, 1)]
@@ -202,7 +198,7 @@ def test_a_rank_that_is_stopped_or_does_not_go_on_ends_the_job_with_one_sentence
     start, tmp_path: Path, what: str, victim: int, program: str
 ) -> None:
     parent = start(what, parent=program)
-    wait_for(tmp_path / "beats0", tmp_path / "beats1")
+    wait_until(lambda: all((tmp_path / f"beats{rank}").exists() for rank in (0, 1)), TIMEOUT_S, "the heartbeats")
     if what == "hang":
         os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
     _, err = parent.communicate(timeout=TIMEOUT_S)
