@@ -215,13 +215,8 @@ def test_what_is_no_prompt_is_named_with_file_and_line(
     assert str(caught.value).startswith(f"{path}:1: ")
 
 
-def test_rows_are_named_where_they_are_wrong(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a", "id": "x"}] * 2)
-    with pytest.raises(ValueError, match=rf"^{path}, row 2: the id 'x' was used before, in {path}, row 1; ids must differ"):
-        load_problems(path)
-
-
-def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_names_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
+    twice = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a", "id": "x"}] * 2)
     splits = save_to_disk(tmp_path / "splits", {"train": ROWS, "test": ROWS})
     saved = save_to_disk(tmp_path / "saved", ROWS)
     cut = Path(write_parquet(tmp_path / "cut.parquet", ROWS))
@@ -232,6 +227,10 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
     (damaged / "data-00000-of-00001.arrow").write_bytes(b"nothing")
     (tmp_path / "empty").mkdir()
     for each, message in (
+        (twice, rf"^{twice}, row 2: the id 'x' was used before, in {twice}, row 1; ids must differ"),
+        (str(tmp_path / "none.jsonl"), r"none\.jsonl does not exist"),
+        ("addition", "did you mean builtin:addition"),
+        ("builtin:adition", "known: builtin:addition, builtin:addition-heldout, .*; did you mean builtin:addition"),
         (source(splits), "has the splits train, test; say which one: .*split: train"),
         (source(splits, split="dev"), "has no split dev; it has train, test"),
         (source(saved, split="train"), "has no split train; it has none: leave it out"),
@@ -243,16 +242,3 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load_problems(each)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("FOLDER/none.jsonl", r"none\.jsonl does not exist"),
-        ("addition", "did you mean builtin:addition"),
-        ("builtin:adition", "known: builtin:addition, builtin:addition-heldout, .*; did you mean builtin:addition"),
-    ],
-)
-def test_names_of_nothing(tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_problems(name.replace("FOLDER", str(tmp_path)))

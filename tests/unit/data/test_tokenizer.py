@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,17 @@ from hypothesis import strategies as st
 
 from examples.tiny.make_warm_start import ALPHABET, addition_examples, train_char_tokenizer
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
 
-TINY = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny")))
+TINY = resolve_model_path("builtin:tiny")
+tiny = load_tokenizer(TINY)
 END, SYSTEM, USER, ASSISTANT = range(4)  # the chat tokenizer's
 alphabet_text = st.text(st.sampled_from(ALPHABET), max_size=40)
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="⟨⟩"), max_size=30)
 contents = st.lists(st.sampled_from([*SPECIAL, "the sum", " ", "\ue000", "0", "é", "<|", "\n"]), max_size=8).map("".join)
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Tokenizer:
-    return load_tokenizer(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +60,14 @@ def joined(pieces: list[str]) -> bytes:
 
 class TestShippedTokenizer:
     @given(text=alphabet_text, cut=st.integers(0, 40))
-    def test_round_trip(self, tiny: Tokenizer, text: str, cut: int) -> None:
+    def test_round_trip(self, text: str, cut: int) -> None:
         ids = tiny.encode(text)
         assert tiny.decode(ids) == tiny.decode(ids[:cut]) + tiny.decode(ids[cut:]) == text
         assert len(ids) == len(text)
         assert min(ids, default=4) > 3
         assert tiny.prompt_ids(text) == [1, *ids]
 
-    def test_special_tokens_are_left_out_and_unknown_ids_show(self, tiny: Tokenizer) -> None:
+    def test_special_tokens_are_left_out_and_unknown_ids_show(self) -> None:
         nine, five = tiny.encode("95")
         assert tiny.decode([1, 0, nine, five, 2]) == "95"
         assert tiny.decode([nine, 3, five, 2]) == "9\ufffd5"
@@ -80,7 +76,7 @@ class TestShippedTokenizer:
         assert 2 not in tiny.encode("<eos>")
         assert [tiny.piece(token) for token in (2, 3, 64)] == ["⟦<eos>⟧", "\ufffd", "\ufffd"]
 
-    def test_transformers_gives_the_same_ids(self, tiny: Tokenizer) -> None:
+    def test_transformers_gives_the_same_ids(self) -> None:
         from transformers import AutoTokenizer
 
         other: Any = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
@@ -97,14 +93,14 @@ class TestShippedTokenizer:
         for name in ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
             assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
-    def test_no_chat_template(self, tiny: Tokenizer, tmp_path: Path) -> None:
+    def test_no_chat_template(self, tmp_path: Path) -> None:
         for tokenizer in (tiny, load_tokenizer(write_chat_tokenizer(tmp_path, template=None))):
             with pytest.raises(ValueError, match=r"has no chat template.*set data\.chat_template = false"):
                 tokenizer.chat_ids((("user", "1+1="),))
             with pytest.raises(ValueError, match="has no chat template; return text"):
                 tokenizer.turn_ids([("user", "1")], ended=True)
 
-    def test_prompts(self, tiny: Tokenizer) -> None:
+    def test_prompts(self) -> None:
         assert all(tiny.decode(encode_prompt(tiny, item)) == item.prompt for item in load_problems("builtin:addition-heldout"))
         with pytest.raises(ValueError, match=r"problem 'sum-7' has characters that the tokenizer does not know: 'A×'"):
             encode_prompt(tiny, Problem("sum-7", "A 3×4 A=", "12"))

@@ -10,8 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +35,7 @@ from tepo_megatron.tasks.environments.agent_session import (
     RefusedError,
 )
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
+from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
@@ -79,10 +79,8 @@ def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: An
     return RunConfig.model_validate({"environment": {**common, "agent": settings, **more}})
 
 
-@contextmanager
-def opened(found: RunConfig) -> Iterator[EnvironmentTask]:
-    with EnvironmentTask(found, Letters(), VOCABULARY, 120) as pool:  # type: ignore[arg-type]
-        yield pool
+def opened(found: RunConfig) -> EnvironmentTask:
+    return EnvironmentTask(found, Letters(), VOCABULARY, 120)  # type: ignore[arg-type]
 
 
 def play(pool: EnvironmentTask, does: list[str], prompt: str = "") -> list[tuple[Response, RewardResult, FakeSamples]]:
@@ -218,11 +216,8 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     """END is in no prompt: all prompts of agents are the token that chats begin with."""
-    from tepo_megatron.tasks.environments.episodes import opening_of
-
     environment = config().environment
     assert opening_of(environment, Letters()) == (1,)  # type: ignore[arg-type]
-
     bare: Any = SimpleNamespace(prompt_ids=Letters().encode)
     with pytest.raises(ValueError, match="the model's tokenizer has no begin token"):
         opening_of(environment, bare)

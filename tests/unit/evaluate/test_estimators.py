@@ -106,9 +106,6 @@ def test_what_has_no_interval(values: list[float]) -> None:
         bootstrap(values)
 
 
-PROBLEM = Problem("p", "what?", "1/2")
-
-
 def scored(text: str, correct: bool = False) -> Scored:
     return Scored(text, 1, "stop", RewardResult(float(correct)), correct)
 
@@ -131,7 +128,8 @@ def tally(
         ]
 
     pool: Any = SimpleNamespace(score=score)
-    found = tally_answers([PROBLEM], [responses], verifier=verifier, notion=notion, pool=pool, correct_at=1.0)
+    problems = [Problem("p", "what?", "1/2")]
+    found = tally_answers(problems, [responses], verifier=verifier, notion=notion, pool=pool, correct_at=1.0)
     return sorted(found[0]), asked
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import sha256
-from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -21,15 +20,17 @@ from tepo_megatron.config.data import EvaluationSetConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, evaluate_all, load_sets, verifier_pools
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import last_word
+from tests.support.data_files import write_jsonl
 from tests.unit.test_extending import section
 
-TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny"))))
+TOKENIZER = load_tokenizer(resolve_model_path("builtin:tiny"))
 PROBLEMS = load_problems("builtin:addition-heldout")[:4]
 
 
@@ -77,17 +78,17 @@ def evaluate(
     heldout: Sequence[Problem] = (),
     **settings: Any,
 ) -> EvaluationResult:
-    sampling = {"temperature": 0.7, "max_new_tokens": 24}
-    return evaluate_all(
-        RunConfig.model_validate({"evaluate": settings, "rollout": {"sampling": sampling}}),
-        heldout,
-        sets,
-        generate=generate,
-        generate_heldout=generate,
-        tokenizer=TOKENIZER,
-        pools=dict.fromkeys((None, "last_word"), scorer or DirectScorer()),
-        seed=len,
-    )
+    config = {"evaluate": settings, "rollout": {"sampling": {"temperature": 0.7, "max_new_tokens": 24}}}
+    pools = dict.fromkeys((None, "last_word"), scorer or DirectScorer())
+    return evaluate_both(RunConfig.model_validate(config), heldout, sets, generate, pools=pools)
+
+
+def evaluate_both(
+    config: RunConfig, heldout: Sequence[Problem], sets: Sequence[EvaluationSet], generate: Any, **options: Any
+) -> EvaluationResult:
+    """Held-out problems and sets, answered in the same way."""
+    answers = {"generate": generate, "generate_heldout": generate}
+    return evaluate_all(config, heldout, sets, tokenizer=TOKENIZER, seed=len, **answers, **options)
 
 
 @given(data=st.data(), size=st.integers(2, 4), n=st.integers(0, 4), fails=st.booleans(), graded=st.booleans())
@@ -193,8 +194,8 @@ def test_every_metric_of_a_set_is_in_the_one_table() -> None:
 def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
     """A run with two sets beside its held-out problems: sums, scored by the run's verifier, and words, by another."""
     for name, problems in {"sums": PROBLEMS, "words": PROBLEMS[:2]}.items():
-        lines = [json.dumps({"id": each.id, "prompt": each.prompt, "answer": each.answer}) for each in problems]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        rows = [{"id": each.id, "prompt": each.prompt, "answer": each.answer} for each in problems]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
     sums = {"path": str(tmp_path / "sums.jsonl"), "samples": 2, "sampling": {"temperature": 0.3, "max_new_tokens": 7}}
     words = {"path": str(tmp_path / "words.jsonl"), "verifier": "exact", "every": 3, "greedy": False, "problems": 1}
 
@@ -253,17 +254,7 @@ def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunCo
     seen = {}
     with VerifierTask(config.reward, config.data) as task, verifier_pools(config, sets, task) as pools:
         for step in range(8):
-            done = evaluate_all(
-                config,
-                PROBLEMS,
-                sets,
-                step=step,
-                generate=generate,
-                generate_heldout=generate,
-                tokenizer=TOKENIZER,
-                pools=pools,
-                seed=lambda purpose: len(purpose),
-            )
+            done = evaluate_both(config, PROBLEMS, sets, generate, step=step, pools=pools)
             seen[step] = done.metrics
             assert config.evaluate.any_due(step, 7) == bool(done.metrics)
     assert {step for step, row in seen.items() if "accuracy/greedy" in row} == {0, 2, 4, 6, 7}
@@ -281,14 +272,10 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
     (tmp_path / "bad.py").write_text("def fails(problem, response):\n    raise RuntimeError('no judge')\n")
     wrong = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'bad.py'}:fails"}
     config = make_config(sets={"sums": wrong})
-    cause = r"evaluate\.sets\.sums: .*cannot score the first 4"
-    sets = load_sets(config, TOKENIZER)
-    with (
-        VerifierTask(config.reward, config.data) as task,
-        pytest.raises(ValueError, match=cause),
-        verifier_pools(config, sets, task),
-    ):
-        pass
+    with VerifierTask(config.reward, config.data) as task:
+        pools = verifier_pools(config, load_sets(config, TOKENIZER), task)
+        with pytest.raises(ValueError, match=r"evaluate\.sets\.sums: .*cannot score the first 4"), pools:
+            pass
 
 
 def test_sets_are_enough_to_evaluate_on(tmp_path: Path) -> None:

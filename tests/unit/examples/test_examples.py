@@ -26,6 +26,7 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.reward.programs import StackMachine
 from tests.support.cli import invoke
+from tests.support.data_files import write_jsonl
 from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, script, tepo, train_on_references
 from tests.support.processes import assert_none_names
 from tests.support.programs import rows
@@ -108,8 +109,7 @@ def test_the_problems_of_own_reward_have_their_carries() -> None:
 def test_the_verifier_of_own_reward_by_itself(judge: str, tmp_path: Path) -> None:
     """`tepo reward try`: components, a failure where nobody answers, and a table of them."""
     line = {"prompt": "37+58=", "answer": "95", "carry": 1, "responses": ["7+8=15 3+5+1=9 95", "7+8=15 3+5+0=8 85", "95"]}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n")
-    arguments = ("reward", "try", str(tmp_path / "mine.jsonl"), "--run", f"{REWARD}/run.yaml")
+    arguments = ("reward", "try", write_jsonl(tmp_path / "mine.jsonl", [line]), "--run", f"{REWARD}/run.yaml")
     done = tepo(*arguments, f"reward.kwargs.base_url={judge}", "--json")
     shown = json.loads(done.stdout)
     assert [row["components"] for row in shown["responses"]] == [
@@ -326,8 +326,7 @@ def test_the_table_is_empty_until_results_fill_it(tmp_path: Path) -> None:
 def write(folder: Path, name: str, *, samples: int, rewards: tuple[float, float] = (1.0, 0.25)) -> None:
     """What ``tepo eval`` leaves of a benchmark of two problems."""
     place = folder / "eval/results"
-    place.mkdir(parents=True, exist_ok=True)
     figures: list[dict[str, Any]] = [{f"avg@{samples}": reward} for reward in rewards] if samples else [{"greedy": 1.0}] * 2
     rows = [{"problem": str(index), "digest": str(index), "figures": item} for index, item in enumerate(figures)]
-    (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(place / f"{name}.jsonl", rows)
     (place / f"{name}.json").write_text(json.dumps({"settings": {"samples": samples}}))

@@ -93,11 +93,6 @@ def test_a_sandbox_that_does_not_start_is_a_failure_and_no_wrong_program() -> No
         score({"kwargs": {"memory_mb": 1}}, [(TWICE, TWICE.answer)])
 
 
-def test_a_problem_without_tests_is_an_error_of_the_data() -> None:
-    with pytest.raises(ValueError, match=r'the problem has no tests; give it "tests"'):
-        score({}, [(Problem("p", "f", "def f(): pass", {"tests": "assert f()"}), "")])
-
-
 @pytest.mark.parametrize(
     ("problem", "response", "program"),
     [
@@ -220,6 +215,8 @@ def test_every_right_program_counts_and_a_part_where_it_is_wanted(program: str, 
     assert StackMachine(partial=True).score(DOUBLE, program) == pytest.approx(share)
 
 
-def test_a_formula_without_tests_is_an_error_of_the_data() -> None:
+def test_a_problem_without_tests_is_an_error_of_the_data() -> None:
+    with pytest.raises(ValueError, match=r'the problem has no tests; give it "tests"'):
+        score({}, [(Problem("p", "f", "def f(): pass", {"tests": "assert f()"}), "")])
     with pytest.raises(ValueError, match="the problem has no tests"):
         StackMachine().score(Problem("p", "x+x=", "xx+"), "xx+")
