@@ -59,11 +59,6 @@ def code_in(document: str) -> list[str]:
 
 
 @cache
-def files_named(name: str) -> tuple[Path, ...]:
-    return tuple(path for folder in FOLDERS for path in (ROOT / folder).rglob(name))
-
-
-@cache
 def names_in(path: Path) -> frozenset[str]:
     """The functions, classes, methods and constants that a file of Python defines."""
     found = set()
@@ -84,14 +79,13 @@ def all_tests() -> frozenset[str]:
     return frozenset().union(*(names_in(path) for path in (ROOT / "tests").rglob("*.py")))
 
 
+@cache
 def resolve(path: str) -> list[Path]:
     """The files that a document means by ``path``."""
     for home in HOMES:
-        if "*" in path and any(home.glob(path)):
-            return list(home.glob(path))
-        if "*" not in path and (home / path).exists():
-            return [home / path]
-    return list(files_named(path)) if "/" not in path else []
+        if found := list(home.glob(path)):
+            return found
+    return [file for folder in FOLDERS for file in (ROOT / folder).rglob(path)] if "/" not in path else []
 
 
 def is_ours(path: str) -> bool:

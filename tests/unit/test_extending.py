@@ -28,11 +28,10 @@ def tree_of(path: Path) -> ast.Module:
 def keys(path: str, name: str) -> list[str]:
     """The keys of the dictionary that a file of tests assigns to ``name``."""
     for node in tree_of(ROOT / path).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            assert isinstance(node, ast.Assign | ast.AnnAssign)
-            assert isinstance(node.value, ast.Dict)
-            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+        match node:
+            case ast.Assign([ast.Name(id=found)], ast.Dict(keys)) | ast.AnnAssign(ast.Name(id=found), value=ast.Dict(keys)):
+                if found == name:
+                    return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
     raise AssertionError(f"{path} has no {name}")
 
 

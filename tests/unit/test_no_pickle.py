@@ -120,15 +120,10 @@ def test_our_code_runs_nothing_that_it_reads() -> None:
         ("run = exec", "exec"),
         ("subprocess.run(text, shell=True)", "shell"),
         ("dist.broadcast_object_list(values)", "broadcast_object_list"),
+        *((harmless, None) for harmless in ("re.compile(text)", "model.eval()", "yaml.safe_load(text)")),
+        ("torch.load(file, weights_only=True)", None),
     ],
 )
-def test_each_way_would_be_seen(line: str, what: str) -> None:
+def test_each_way_would_be_seen_and_what_runs_nothing_is_let_be(line: str, what: str | None) -> None:
     hits = {name for _, name in found_in(ROOT / "tepo_megatron" / "planted.py", line)}
-    assert any(name == what or name.startswith(what + ".") for name in hits)
-
-
-@pytest.mark.parametrize(
-    "line", ["re.compile(text)", "model.eval()", "yaml.safe_load(text)", "torch.load(file, weights_only=True)"]
-)
-def test_what_runs_nothing_is_let_be(line: str) -> None:
-    assert not list(found_in(ROOT / "tepo_megatron" / "planted.py", line))
+    assert any(name == what or name.startswith(f"{what}.") for name in hits) if what else not hits

@@ -70,20 +70,17 @@ except StopRequested as stop:
 """
 
 
-def ignore(numbers: Sequence[signal.Signals]) -> None:
-    """As nohup does before it starts its command."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
-
-
 class Rank:
-    """A process that handles signals; ``says`` reads its next line."""
+    """A process that handles signals but those that it ignores, as after nohup; ``says`` reads its next line."""
 
     def __init__(self, what: str, grace: float = 1000.0, ignores: Sequence[signal.Signals] = (), **environment: str) -> None:
-        command, environment = [sys.executable, "-c", RANK, what, str(grace)], os.environ | environment
-        self.process = subprocess.Popen(
-            command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment, preexec_fn=lambda: ignore(ignores)
-        )
+        def ignore() -> None:
+            for number in ignores:
+                signal.signal(number, signal.SIG_IGN)
+
+        command = [sys.executable, "-c", RANK, what, str(grace)]
+        options: Any = {"env": os.environ | environment, "preexec_fn": ignore, "text": True}
+        self.process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, **options)
         assert self.says() == "ready"
 
     def send(self, *numbers: signal.Signals) -> None:
