@@ -14,11 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.layouts import check_trainer_split
 from tepo_megatron.weights.storage.convert import export_model, import_model
 from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
@@ -187,26 +185,3 @@ def test_the_second_step_is_that_of_one_rank(worlds: Worlds[ModelSplit], split: 
     assert found == pytest.approx(expected, rel=1e-5)
     ours, theirs = (tensors(worlds.folder / run.name / "trained") for run in runs)
     assert_moved_alike(tensors(worlds.folder / split.model), ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"tp": 2}, r"tp = 2 with experts needs sequence parallelism.*sequence_parallel = true"),
-        (
-            {"tp": 2, "sequence_parallel": True, "etp": 1},
-            r"etp = 1 differs from tp = 2, which Megatron trains right only with ep > 1",
-        ),
-        ({"dp": 3, "ep": 3}, r"ep = 3 does not divide the model's 4 experts"),
-    ],
-)
-def test_a_split_that_megatron_would_train_wrongly_is_refused(
-    worlds: Worlds[ModelSplit], parallel: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_trainer_split(read_model_spec(worlds.folder / "Mixtral"), ParallelConfig(**parallel))
-
-
-def test_experts_that_do_not_fit_the_ranks_of_a_stage_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ep × etp = 2 × 2 does not divide the 2 ranks of a pipeline stage"):
-        EngineConfig(parallel={"tp": 2, "ep": 2, "sequence_parallel": True})
