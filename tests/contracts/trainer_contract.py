@@ -24,6 +24,7 @@ from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 from tests.contracts.naming import naming_members
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.engines import figures as numbers
 from tests.support.random_models import VOCABULARY, random_family
 
@@ -95,7 +96,6 @@ def start(make: Make, folder: Path, **changes: Any) -> Trainer:
 
 
 def train(trainer: Trainer, *seeds: int) -> UpdateResult:
-    """A step on the rollouts of each seed."""
     for seed in seeds:
         result = trainer.update(trainer.score(trainer.batch_from_root(draw_rollouts(seed))))
     return result
@@ -126,12 +126,9 @@ class Dense:
 
     def scores(self, batch: Batch, temperature: float = TEMPERATURE) -> TokenScores:
         logits = [self.model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-        logprobs_TV = (torch.cat(logits) / temperature).log_softmax(-1)
-        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-        return TokenScores(logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0], entropy_T)
+        return dense_logprob_and_entropy(torch.cat(logits), batch.labels_T, temperature=temperature)
 
     def update(self, config: RunConfig, batch: Batch) -> tuple[float, float]:
-        """Loss and gradient norm."""
         objective = build_objective(config.objective)
         output = objective(self.scores(batch), batch, objective.prepare(batch))
         loss = output.numerator / output.denominator

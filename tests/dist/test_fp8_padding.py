@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
@@ -169,10 +170,6 @@ def test_logits_of_a_rounded_bfloat16_body_are_scored_in_fp32(single: tuple[Any,
     assert found["logits"].dtype == torch.bfloat16
     assert found["logprob"].dtype == found["entropy"].dtype == torch.float32
     assert found["norms"] == {torch.bfloat16}
-    exact = (found["logits"].double() / TEMPERATURE).log_softmax(-1)
-    logprob = exact.gather(1, found["labels"][:, None])[:, 0]
-    entropy = -(exact.exp() * exact).sum(-1)
-    mask = found["mask"]
-    # bfloat16 arithmetic would be off by about 1e-2
-    torch.testing.assert_close(found["logprob"][mask].double(), logprob[mask], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found["entropy"][mask].double(), entropy[mask], atol=1e-5, rtol=1e-5)
+    exact = dense_logprob_and_entropy(found["logits"], found["labels"], temperature=TEMPERATURE, mask_T=found["mask"])
+    for name in ("logprob", "entropy"):  # bfloat16 arithmetic would be off by about 1e-2
+        torch.testing.assert_close(found[name].double(), getattr(exact, name), atol=1e-5, rtol=1e-5)

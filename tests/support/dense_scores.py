@@ -74,6 +74,13 @@ def loss(scores, weights):
     return (weights[0] * scores.logprob + weights[1] * scores.entropy).sum()
 
 
+def assert_scores(scores, oracle, tolerance):
+    """Log-probs, entropies and slopes are those of the oracle, by a tolerance that is relative and absolute."""
+    for name in ("logprob", "entropy", *(["entropy_slope"] if oracle.entropy_slope is not None else [])):
+        ours, theirs = getattr(scores, name).double(), getattr(oracle, name).detach()
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 def compare(logits, labels, options, weights, *, inplace, backend, tolerance, gradient_tolerance=None):
     """Scores and gradient of logits as given, in their dtype and on their device; tolerances relative and absolute.
 
@@ -83,10 +90,8 @@ def compare(logits, labels, options, weights, *, inplace, backend, tolerance, gr
     options = options | {"entropy_slope": True}
     scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend=backend, **options)
     oracle = dense_logprob_and_entropy(dense, labels, **options)
+    assert_scores(scores, oracle, tolerance)
     close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
-    torch.testing.assert_close(scores.logprob, oracle.logprob, **close)
-    torch.testing.assert_close(scores.entropy, oracle.entropy, **close)
-    torch.testing.assert_close(scores.entropy_slope, oracle.entropy_slope, **close)
     assert not scores.entropy_slope.requires_grad
     loss(scores, weights).backward()
     loss(oracle, weights).backward()
@@ -101,9 +106,7 @@ def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient
     scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, **options)
     dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
     oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
-    for name in ("logprob", "entropy", *(["entropy_slope"] if options.get("entropy_slope") else [])):
-        ours, theirs = getattr(scores, name).double(), getattr(oracle, name).detach()
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert_scores(scores, oracle, tolerance)
     expected = torch.autograd.grad(loss(oracle, weights), dense)
     rtol, atol = gradient_tolerances
     for mine, theirs in zip(torch.autograd.grad(loss(scores, weights), (hidden, head)), expected, strict=True):

@@ -14,6 +14,7 @@ from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import EXPERT_BIAS
 from tepo_megatron.weights.table import EXPERT_NAMES
+from tests.support.dense_scores import dense_logprob_and_entropy
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def token_scores(
     if weights is not None:
         model.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
     rows = [model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-    logprobs_TV = (torch.cat(rows) / temperature).log_softmax(-1)
-    return logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    scores = dense_logprob_and_entropy(torch.cat(rows), batch.labels_T, temperature=temperature)
+    return scores.logprob, scores.entropy
 
 
 @torch.no_grad()
@@ -79,17 +80,15 @@ def oracle_of(folder: Path, batch: Batch, *, aux_loss: float = 0.0) -> Oracle:
     for name, gate in biased.items():
         gate.register_forward_hook(partial(_count, loads[name]))
     logits = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(lengths)]
-    logprobs_TV = torch.cat(logits).log_softmax(-1)
-    logprobs_T = logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0]
-    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1).detach()
-    loss = -logprobs_T[batch.loss_mask_T].mean()
+    scores = dense_logprob_and_entropy(torch.cat(logits), batch.labels_T)
+    loss = -scores.logprob[batch.loss_mask_T].mean()
     balance = aux_loss * sum((router.balance for router in routers), torch.zeros((), dtype=torch.float64))
     (loss + balance).backward()
     gradients: dict[str, Tensor] = {}
     for name, param in oracle.named_parameters():
         gradients |= _as_on_disk(name, param.grad, type(oracle).__name__)
     choices = [(torch.cat(router.own), torch.cat(router.chosen)) for router in routers]
-    return Oracle(logprobs_T.detach(), entropy_T, loss.item(), gradients, choices, loads, balance.item())
+    return Oracle(scores.logprob.detach(), scores.entropy.detach(), loss.item(), gradients, choices, loads, balance.item())
 
 
 def _count(load_E: Tensor, _module: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
+from tepo_megatron.core.types import TokenScores
 from tepo_megatron.tools.bench.scores import methods
-from tests.support.dense_scores import cases, compare, compare_fused, dense_logprob_and_entropy, loss
+from tests.support.dense_scores import assert_scores, cases, compare, compare_fused, dense_logprob_and_entropy, loss
 
 
 @settings(max_examples=50)
@@ -119,9 +120,7 @@ def test_shards(world, width, vocab):
     for shard, scoring, stats_RK in zip(shards, scorings, stats_pRK, strict=True):
         statistics(shard, scoring, stats_RK)
     scores, slope_R = combine(merge(stats_pRK, 0.7), None, 0.7, None)
-    torch.testing.assert_close(scores.logprob_R.double(), oracle.logprob.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scores.entropy_R.double(), oracle.entropy.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(slope_R.double(), oracle.entropy_slope, rtol=1e-5, atol=1e-5)
+    assert_scores(TokenScores(scores.logprob_R, scores.entropy_R, slope_R), oracle, 1e-5)
     out = torch.full_like(logits, torch.nan)
     for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
         gradient(shard, scoring, scores, Gradients(*weights), out_shard)

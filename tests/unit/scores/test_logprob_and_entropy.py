@@ -21,7 +21,7 @@ from tepo_megatron.core.scores import (
 )
 from tepo_megatron.core.types import TokenScores
 from tepo_megatron.tools.bench.step_rank import peak_bytes
-from tests.support.dense_scores import BACKENDS, cases, compare, compare_fused, dense_logprob_and_entropy, loss
+from tests.support.dense_scores import BACKENDS, assert_scores, cases, compare, compare_fused, dense_logprob_and_entropy, loss
 from tests.support.objective_batches import make_batch, masks
 
 
@@ -285,9 +285,7 @@ def test_scores_of_bfloat16_are_those_of_unrounded_logits(
     scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, **options)
     dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
     oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
-    for name in ("logprob", "entropy", "entropy_slope"):
-        ours, theirs = getattr(scores, name).detach(), getattr(oracle, name).detach()
-        torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-5)
+    assert_scores(scores, oracle, 2e-5)
     gradients = torch.autograd.grad((scores.logprob - 0.3 * scores.entropy).sum(), (hidden, head))
     expected = torch.autograd.grad((oracle.logprob - 0.3 * oracle.entropy).sum(), dense)
     for ours, theirs in zip(gradients, expected, strict=True):
