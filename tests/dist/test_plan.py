@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from scripts.studies.measure_plan import MODEL, compare, configs, counts
 from tepo_megatron.config import ParallelConfig, RunConfig
@@ -102,29 +101,15 @@ def test_terms_are_within_a_few_percent_of_what_is_counted(tmp_path: Path) -> No
             assert abs(term.error) <= TOLERANCE.get(term.term, CHECKPOINT), term
 
 
-SEQUENCES, TOKENS, VOCABULARY = 8, 64, 8192
+SEQUENCES, TOKENS = 8, 64
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """55 million random parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=640,
-        intermediate_size=1792,
-        num_hidden_layers=10,
-        num_attention_heads=10,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10, "vocab_size": 8192}
+    heads = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64}
+    return write_llama(tmp_path_factory.mktemp("model"), scale=0.02, spike=1.0, **sizes, **heads)
 
 
 INTERLEAVED = {"pp": 2, "vpp": 2, "num_layers_in_first_pipeline_stage": 6, "num_layers_in_last_pipeline_stage": 4}

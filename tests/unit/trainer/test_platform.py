@@ -19,6 +19,7 @@ from tepo_megatron.trainer.megatron import parallel as platform_cpu
 from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
 from tepo_megatron.trainer.megatron.parallel import collective_timeout
 from tests.support.launch import run_dist
+from tests.support.random_models import draw_rollouts, write_llama
 
 MODE = "torch function mode"
 PATCHES = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in platform_cpu.Platform.cpu_patches()]
@@ -26,19 +27,12 @@ PATCHES = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in p
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
-    sizes["num_attention_heads"] = 2
-    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
-    return folder
+    return write_llama(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
 
 
 def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> None:
     """Two pipeline stages with full recomputation, and Adam's states on the host; without one of the patches."""
     from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-    from tepo_megatron.core.rollout import Rollout, WeightsVersion
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
@@ -53,24 +47,15 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
         train=TrainConfig(steps=1, minibatches=1),
     )
     engine = Engine(config, model)
-    rollouts = [
-        Rollout("p", 0, (3, 4), (5, 6, 7), (-1.0, -1.0, -1.0), "stop", WeightsVersion(0), reward=float(reward))
-        for reward in (0, 1, 1)
-    ]
-    engine.update(engine.score(engine.batch_from_root(rollouts)))
+    engine.update(engine.score(engine.batch_from_root(draw_rollouts([5] * 3))))
 
 
 @pytest.mark.slow
-def test_with_all_patches_megatron_trains(model: Path) -> None:
-    run_dist(2, train_one_step, model, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("patch", [*PATCHES, MODE])
-def test_without_a_patch_megatron_fails(model: Path, patch: str) -> None:
-    """If this fails, upstream no longer needs the patch: remove it."""
-    with pytest.raises(RuntimeError, match=r"rank [01] of 2 raised:"):
-        run_dist(2, train_one_step, model, patch)
+@pytest.mark.parametrize("missing", [None, *PATCHES, MODE])
+def test_megatron_trains_with_all_patches_and_fails_without_one(model: Path, missing: str | None) -> None:
+    """If this fails without one, upstream no longer needs the patch: remove it."""
+    with pytest.raises(RuntimeError, match=r"rank [01] of 2 raised:") if missing else contextlib.nullcontext():
+        run_dist(2, train_one_step, model, missing)
 
 
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Glm4MoeConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from tepo_megatron.weights.architecture import FAMILIES, Experts, RopeScaling, model_spec, read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
@@ -34,31 +25,28 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "vocab_size": 17,
 }
-CONFIGS = {
-    "LlamaForCausalLM": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
-    "MistralForCausalLM": MistralConfig(**SIZES, architectures=["MistralForCausalLM"], sliding_window=None),
-    "Qwen2ForCausalLM": Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"]),
-    "Qwen3ForCausalLM": Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"], head_dim=6),
-    "MixtralForCausalLM": MixtralConfig(**SIZES, architectures=["MixtralForCausalLM"]),
-    "Qwen3MoeForCausalLM": Qwen3MoeConfig(**{**SIZES, "head_dim": 6}, architectures=["Qwen3MoeForCausalLM"]),
-    "Glm4MoeForCausalLM": Glm4MoeConfig(**{**SIZES, "head_dim": 8}, architectures=["Glm4MoeForCausalLM"]),
-}
-EXPERTS: dict[str, dict[str, Any]] = {
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": None},
+    "Qwen3ForCausalLM": {"head_dim": 6},
     "MixtralForCausalLM": {"num_local_experts": 3},
-    "Qwen3MoeForCausalLM": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7},
+    "Qwen3MoeForCausalLM": {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7},
     "Glm4MoeForCausalLM": {
-        "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "n_shared_experts": 2,
+        "head_dim": 8, "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "n_shared_experts": 2,
         "attention_bias": True, "use_qk_norm": True,
     },
 }  # fmt: skip
+
+
+def config_of(architecture: str, **values: Any) -> Any:
+    """The configuration class of transformers, with these values."""
+    return getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**values, architectures=[architecture])
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_tensors_are_those_that_transformers_writes(architecture: str, tied: bool, tmp_path: Path) -> None:
     """In memory transformers stacks the experts; on disk every expert has tensors of its own. A tied head occurs once."""
-    changes = {**EXPERTS.get(architecture, {}), "tie_word_embeddings": tied}
-    config = AutoConfig.for_model(**(CONFIGS[architecture].to_dict() | changes))
+    config = config_of(architecture, **SIZES, **OWN_SIZES.get(architecture, {}), tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert tensor_shapes(read_model_spec(tmp_path)) == written
@@ -68,14 +56,10 @@ def test_tensors_are_those_that_transformers_writes(architecture: str, tied: boo
 def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str) -> None:
     """Only what cannot be left out is given; published folders of old do leave out the rest."""
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    raw = {name: SIZES[name] for name in needed} | {
-        "architectures": [architecture],
-        "num_attention_heads": 32,
-        "hidden_size": 128,
-    }
+    raw = {name: SIZES[name] for name in needed} | {"num_attention_heads": 32, "hidden_size": 128}
     if architecture == "MistralForCausalLM":
         raw["sliding_window"] = None
-    spec, config = model_spec(raw, "config"), type(CONFIGS[architecture])(**raw)
+    spec, config = model_spec({**raw, "architectures": [architecture]}, "config"), config_of(architecture, **raw)
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.norm_eps == config.rms_norm_eps
