@@ -18,8 +18,9 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import UpdateResult
-from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.stored import StoredWeights
+from tepo_megatron.weights.transfer.digests import fingerprint
 from tests.support.launch import end_model_parallel, run_dist
 from tests.support.random_models import VOCABULARY
 
@@ -102,7 +103,6 @@ class Worlds(Generic[AnySplit]):
         return self._started(split.world)[split]
 
     def report(self, split: AnySplit) -> dict[str, Any]:
-        """Rank 0's."""
         return self.ranks(split)[0]
 
     def checkpoint(self, split: AnySplit, step: int = 1) -> Path:
@@ -171,7 +171,7 @@ def assert_first_moments(checkpoint: Path, gradients: Mapping[str, Tensor], *, n
     assert stored.boxes.keys() == gradients.keys()
     for name, expected in gradients.items():
         moment = torch.empty(expected.shape)
-        stored.read(name, Box((0,) * expected.dim(), tuple(expected.shape)), moment)
+        stored.read(name, Box.whole(expected.shape), moment)
         assert expected.norm() > 0, f"{name} has no gradient"
         error = (moment.double() / (1 - 0.9) - expected).norm() / (expected.norm() if norm is None else norm)
         assert error < 1e-4, f"{name}: the gradient is off by {error:.1e} of the norm"
@@ -182,6 +182,12 @@ def assert_moved_alike(before: Mapping[str, Tensor], ours: Mapping[str, Tensor],
     moved = torch.cat([(theirs[name] - before[name]).flatten() for name in before])
     apart = torch.cat([(ours[name] - theirs[name]).flatten() for name in before])
     assert apart.norm() < 2e-3 * moved.norm()
+
+
+def whole_digest(tensors: Mapping[str, Tensor]) -> str:
+    """The digest of a model's weights, of its tensors as its files have them."""
+    shards = [Shard(name, box, name, box) for name, box in ((name, Box.whole(each.shape)) for name, each in tensors.items())]
+    return f"{fingerprint(shards, tensors):016x}"
 
 
 def bits_of(tensors: Mapping[str, Tensor]) -> str:

@@ -28,11 +28,11 @@ from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, TensorMeta, UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.geometry import Box, Shard
+from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, FileRecord
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
-from tepo_megatron.weights.transfer.digests import fingerprint
+from tests.support.engines import whole_digest
 
 T = TypeVar("T")
 
@@ -184,14 +184,11 @@ class ReferenceTrainer:
 
     # -- one process on the CPU
 
-    def onload(self) -> None:
-        return
+    def onload(self) -> None: ...
 
-    def onload_weights_only(self) -> None:
-        return
+    def onload_weights_only(self) -> None: ...
 
-    def offload(self) -> None:
-        return
+    def offload(self) -> None: ...
 
     def memory(self) -> dict[str, float]:
         return {}
@@ -202,8 +199,7 @@ class ReferenceTrainer:
     def broadcast_from_root(self, value: T) -> T:
         return json.loads(json.dumps(value))
 
-    def close(self) -> None:
-        return
+    def close(self) -> None: ...
 
 
 def _recorded(micro_batches: Sequence[Batch], outputs: Sequence[ObjectiveOutput]) -> dict[str, Tensor]:
@@ -221,9 +217,7 @@ class ReferenceWeights:
         self._trainer = trainer
 
     def version(self, step: int) -> WeightsVersion:
-        boxes = {name: _whole(param) for name, param in self._trainer.params.items()}
-        shards = [Shard(name, box, name, box) for name, box in boxes.items()]
-        return WeightsVersion(step, f"{fingerprint(shards, self._trainer.params):016x}")
+        return WeightsVersion(step, whole_digest(self._trainer.params))
 
     @property
     def manifest(self) -> list[TensorMeta]:
@@ -238,8 +232,7 @@ class ReferenceWeights:
     def export(self, out: Path) -> None:
         write_model(out, self._trainer.params.items(), source=self._trainer.model_dir, dtype=torch.float32)
 
-    def export_adapters(self, out: Path) -> None:
-        return
+    def export_adapters(self, out: Path) -> None: ...
 
     @property
     def adapter_manifest(self) -> list[TensorMeta]:
@@ -273,7 +266,7 @@ class ReferenceCheckpoints:
         trainer, out = self._trainer, folder / checkpoint_name(step)
         partial = out.with_name(out.name + ".partial")
         (partial / "shards").mkdir(parents=True)
-        boxes = ((box_key(kind, name, _whole(tensor)), tensor) for kind, name, tensor in self.states())
+        boxes = ((box_key(kind, name, Box.whole(tensor.shape)), tensor) for kind, name, tensor in self.states())
         written = write_boxes(partial, "rank00000", boxes, metadata={"step": str(step)})
         if written.error is not None:
             raise RuntimeError(written.error)
@@ -310,14 +303,10 @@ class ReferenceCheckpoints:
         for kind, name, _ in list(self.states()):
             param = trainer.params[name]
             into = param.detach() if kind == "master" else torch.zeros_like(param)
-            stored[kind].read(name, _whole(param), into)
+            stored[kind].read(name, Box.whole(param.shape), into)
             if kind != "master":
                 trainer.adam.state[param][kind] = into
                 trainer.adam.state[param]["step"] = torch.tensor(float(state["updates"]))
         if trainer.weights.version(0).digest != state["weights_digest"]:
             raise RuntimeError(f"{folder}: the weights that were read are not those that were saved")
         return state
-
-
-def _whole(tensor: Tensor) -> Box:
-    return Box((0,) * tensor.dim(), tuple(tensor.shape))

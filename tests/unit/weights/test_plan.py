@@ -28,11 +28,8 @@ from tepo_megatron.weights.layouts import (
 )
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
-from tests.support.reshard_models import Case, cases, numbered_model, parameters, small_spec
-
-
-def plan_of(case: Case) -> ReshardPlan:
-    return reshard_plan(case.spec, case.source, case.destination, case.local)
+from tests.support.reshard_models import Case, cases, small_spec
+from tests.support.transfers import blank, setting
 
 
 def layouts_of(case: Case) -> tuple[list[ShardLayout], list[ShardLayout]]:
@@ -42,12 +39,8 @@ def layouts_of(case: Case) -> tuple[list[ShardLayout], list[ShardLayout]]:
 @settings(deadline=None)
 @given(cases())
 def test_moves_write_every_destination_element_once_with_its_value(case: Case) -> None:
-    sources, destinations = layouts_of(case)
-    model = numbered_model(tensor_shapes(case.spec))
-    ours, expected = parameters(sources, model), parameters(destinations, model)
-    theirs = [{name: torch.zeros_like(param) for name, param in params.items()} for params in expected]
-    writes = [{name: torch.zeros_like(param) for name, param in params.items()} for params in expected]
-    plan = plan_of(case)
+    plan, ours, expected = setting(case)
+    theirs, writes = ([blank(params) for params in expected] for _ in range(2))
     for move in plan.moves:
         target = move.destination_region.view(theirs[move.destination][move.destination_param])
         target.copy_(move.source_region.view(ours[move.source][move.source_param]))
@@ -56,25 +49,24 @@ def test_moves_write_every_destination_element_once_with_its_value(case: Case) -
         for name, param in params.items():
             assert torch.equal(theirs[rank][name], param), (rank, name)
             assert torch.equal(writes[rank][name], (param != 0).long()), (rank, name)
-    plan.prove(sources, destinations)
+    plan.prove(*layouts_of(case))
 
 
 @settings(deadline=None)
 @given(cases())
 def test_no_byte_too_many_is_sent_and_ranks_that_hold_the_same_share_the_work(case: Case) -> None:
     """The busiest rank against a bound for any division: the ranks of a set send at least what only they hold."""
-    sources, destinations = layouts_of(case)
-    model = numbered_model(tensor_shapes(case.spec))
+    plan, sources, destinations = setting(case)
     owners: dict[int, list[int]] = defaultdict(list)
-    for rank, params in enumerate(parameters(sources, model)):
+    for rank, params in enumerate(sources):
         for value in {int(v) for param in params.values() for v in param.flatten()} - {0}:
             owners[value].append(rank)
     demand: Counter[frozenset[int]] = Counter()
-    for rank, params in enumerate(parameters(destinations, model)):
+    for rank, params in enumerate(destinations):
         for value in (int(v) for param in params.values() for v in param.flatten() if v):
             if case.local.get(rank) not in owners[value]:
                 demand[frozenset(owners[value])] += 1
-    between = plan_of(case).bytes_between(1)
+    between = plan.bytes_between(1)
     assert sum(between.values()) == demand.total()
     kinds = list(demand)
     unions = {frozenset().union(*some) for size in range(1, min(len(kinds), 3) + 1) for some in combinations(kinds, size)}
@@ -182,7 +174,7 @@ def broken(plan: ReshardPlan, kind: str) -> ReshardPlan:
 def test_a_wrong_plan_is_not_proved(kind: str, message: str) -> None:
     case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=2), {})
     with pytest.raises(RuntimeError, match=message):
-        broken(plan_of(case), kind).prove(*layouts_of(case))
+        broken(setting(case)[0], kind).prove(*layouts_of(case))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.data())
