@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.sampler.vllm.server import Server
 from tests.support.engines import make_engine
 from tests.support.faulty_server import draw_group
 from tests.support.launch import run_dist
-from tests.support.random_models import EOS, LENGTH, MODELS, PROMPTS, greedy, random_model
+from tests.support.random_models import EOS, LENGTH, MODELS, PROMPTS, greedy, random_model, rollouts_of
 
 SERVED, TRAINED = 0, 1
 """Seeds of the weights that the servers start with, and of the trainer's."""
@@ -84,18 +85,14 @@ def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
     rollouts = None
     seen: dict[str, Any] = {}
     if fleet is not None:
-        assert fleet.weights_version is not None
+        version = fleet.weights_version
+        assert version is not None
         sampled = fleet.generate(PROMPTS, n=4, temperature=1.0, max_new_tokens=LENGTH, seed=1)
-        rollouts = [
-            Rollout.of(response, problem_id=str(group), group=group, prompt_ids=PROMPTS[group], text="")
-            for group, responses in enumerate(sampled)
-            for response in responses
-        ]
-        options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None, "stop_token_ids": [EOS]}
-        options["version"] = fleet.weights_version
-        drawn = [[draw_group(client, prompt, **options)[0] for prompt in PROMPTS] for client in fleet._clients]
-        seen = {"greedy": [[response.response_ids.tolist() for response in responses] for responses in drawn]}
-        seen["version"] = fleet.weights_version.step
+        rollouts = rollouts_of(sampled, PROMPTS)
+        seen = {"version": version.step, "greedy": []}
+        for client in fleet._clients:
+            drawn = [draw_group(client, ids, Sampling(0.0, LENGTH, (EOS,)), n=1, seed=None, version=version) for ids in PROMPTS]
+            seen["greedy"].append([response.response_ids.tolist() for (response,) in drawn])
     batch = engine.score(engine.batch_from_root(rollouts))
     gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T].abs().max()
     return {**seen, "gap": float(gap)}
@@ -138,7 +135,6 @@ def served(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         publisher = WeightPublisher(config, engine.weights, fleet)
 
         def update(version: int) -> bool:
-            """Whether a server died."""
             died = False
             try:
                 publisher.update_weights(WeightsVersion(version))

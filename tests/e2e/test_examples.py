@@ -168,7 +168,6 @@ def test_it_learns_what_its_readme_says(task: str, config: str, begins_below: fl
 
 
 def run_notebook(out: Path, timeout_s: float = TIMEOUT_S, **parameters: Any) -> list[dict[str, Any]]:
-    """The rows of its run."""
     parameters |= {"output": str(out)}
     run("-m", "tests.support.worlds.notebook", NOTEBOOK, json.dumps(parameters), timeout_s=timeout_s, environment=ENVIRONMENT)
     assert_none_names(out)
@@ -178,7 +177,6 @@ def run_notebook(out: Path, timeout_s: float = TIMEOUT_S, **parameters: Any) -> 
 
 
 def run_loop(out: Path, *overrides: str, timeout_s: float = TIMEOUT_S) -> list[tuple[float, ...]]:
-    """The figures of each line that it prints."""
     command = ("examples/own_loop/loop.py", f"output={out}", *overrides)
     printed = run(*command, timeout_s=timeout_s, environment=ENVIRONMENT).stdout
     assert_none_names(out)

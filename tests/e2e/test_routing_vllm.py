@@ -20,7 +20,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.trainer.packing import pack
 from tests.support.engines import score_with_and_without_replay
 from tests.support.launch import run_dist
-from tests.support.random_models import EOS, random_model
+from tests.support.random_models import EOS, random_model, rollouts_of
 
 LONG = (1, *(3 + at % 57 for at in range(280)))
 """Two blocks of 128 tokens of the prefix cache, and more."""
@@ -30,7 +30,9 @@ SHAPE = (4, 3)
 """Layers, and experts per token."""
 
 
-def make_models(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routing_vllm")
     trained = deepcopy(random_model("Qwen3Moe", 1))
     trained.config.max_position_embeddings = 512
     served = deepcopy(trained)
@@ -42,12 +44,6 @@ def make_models(folder: Path) -> None:
             theirs.mlp.gate.weight.copy_(gate[[1, 0, 3, 2, 5, 4, 7, 6]])
     trained.save_pretrained(folder / "trained")
     served.save_pretrained(folder / "served")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("routing_vllm")
-    make_models(folder)
     return folder
 
 
@@ -59,16 +55,11 @@ def groups(folder: Path) -> list[list[Response]]:
 
 
 def replayed(_rank: int, _world: int, folder: Path, rollouts: list[Rollout]) -> dict[str, Any]:
-    """What one rank of the trainer makes of these, with replay and without."""
     return score_with_and_without_replay({"model": {"path": str(folder / "trained")}}, rollouts, folder / "out")
 
 
 def test_the_trainers_logprobs_are_the_samplers_with_its_experts(folder: Path, groups: list[list[Response]]) -> None:
-    rollouts = [
-        Rollout.of(response, problem_id=f"p{number}", group=number, prompt_ids=PROMPTS[number], text="")
-        for number, group in enumerate(groups)
-        for response in group
-    ]
+    rollouts = rollouts_of(groups, PROMPTS)
     (report,) = run_dist(1, replayed, folder, rollouts)
     batch = pack(rollouts)
     gaps = {name: (report[name] - batch.sampler_logprobs_T)[batch.loss_mask_T].abs() for name in ("own", "replayed")}

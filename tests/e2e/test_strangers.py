@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import pytest
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
 from tests.support import stranger
-from tests.support.processes import assert_none_names, family, listeners, unix_sockets
+from tests.support.processes import assert_none_names, eventually, family, listeners, unix_sockets
 from tests.support.programs import RUN, TIMEOUT_S, last_step, wait_for_rows
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -98,11 +97,8 @@ def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
     given = ["placement=external", f"registry={registry}", "interface=lo"]
     process = start("serve", out, *(f"rollout.server.{each}" for each in given))
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list(registry.glob("server-*.json")):
-            assert process.poll() is None, (tmp_path / "printed").read_text()
-            assert time.monotonic() < deadline, "no server registered"
-            time.sleep(0.1)
+        assert eventually(lambda: any(registry.glob("server-*.json")) or process.poll() is not None), "no server registered"
+        assert process.poll() is None, (tmp_path / "printed").read_text()
         (key_file,) = [path for path in registry.iterdir() if path.is_file() and path.suffix != ".json"]
         key = key_file.read_text()
         assert {each.address for each in listeners(process.pid)} == {"127.0.0.1"}
@@ -200,7 +196,6 @@ def content(path: Path) -> bytes:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Skips files that are removed meanwhile."""
     for parent, _, names in os.walk(folder):
         yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
 

@@ -17,10 +17,9 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.weights.geometry import Box, Shard
-from tepo_megatron.weights.transfer.digests import fingerprint
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, whole_digest
 from tests.support.launch import run_dist
+from tests.support.random_models import rollouts_of
 
 MODEL = resolve_model_path("builtin:tiny")
 TOKENIZER = load_tokenizer(MODEL)
@@ -35,12 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def sample(fleet: Fleet, seed: int) -> list[Rollout]:
-    groups = fleet.generate(PROMPTS, n=4, temperature=TEMPERATURE, max_new_tokens=24, seed=seed)
-    return [
-        Rollout.of(response, problem_id=str(group), group=group, prompt_ids=PROMPTS[group], text="", reward=float(number % 2))
-        for group, responses in enumerate(groups)
-        for number, response in enumerate(responses)
-    ]
+    return rollouts_of(fleet.generate(PROMPTS, n=4, temperature=TEMPERATURE, max_new_tokens=24, seed=seed), PROMPTS)
 
 
 def ask(canary: Canary, engine: Any, fleet: Fleet | None, step: int) -> float | str:
@@ -179,7 +173,4 @@ def test_responses_carry_the_digest_of_the_weights_that_gave_them(world: World) 
     digests = [seen["digest"] for seen in world[1]["syncs"]]
     assert len(set(digests)) == 3
     for number, digest in enumerate(digests):
-        tensors = load_file(world[0] / f"model-{number}" / "model.safetensors")
-        boxes = {name: Box((0,) * tensor.ndim, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        whole = fingerprint([Shard(name, box, name, box) for name, box in boxes.items()], tensors)
-        assert digest == f"{whole:016x}"
+        assert digest == whole_digest(load_file(world[0] / f"model-{number}" / "model.safetensors"))

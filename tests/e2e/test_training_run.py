@@ -163,12 +163,6 @@ def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -
         assert row["mask/fraction"] > 0
 
 
-def without_answers(folder: Path) -> list[dict[str, Any]]:
-    """The rows without what only servers can answer, accuracies and the canary."""
-    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY}
-    return [{k: v for k, v in row.items() if k not in asked} for row in without_times(folder)]
-
-
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:
     """Metrics and weights are those of the first run, which recorded values of tokens. The replay, under torchrun by hand, had
     written a checkpoint, and not yet the row of that step, which the checkpoint has too.
@@ -181,7 +175,8 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_res
     tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
     train(f"output={out}", *SMALL, replay, "train.resume=true", *tokens, runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
-    assert without_times(out) == without_answers(trained)
+    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY}  # what only servers can answer
+    assert without_times(out) == [{k: v for k, v in row.items() if k not in asked} for row in without_times(trained)]
     same_bytes(out, trained, "model/model.safetensors")
     (found,) = token_files(out).values()
     assert found.read_bytes() == token_files(trained)[STEPS].read_bytes()

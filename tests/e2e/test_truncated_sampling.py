@@ -17,6 +17,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.engines import MeanSurprise, make_engine
 from tests.support.launch import run_dist
+from tests.support.random_models import rollouts_of
 
 MODEL = resolve_model_path(RunConfig().model.path)
 TOKENIZER = load_tokenizer(MODEL)
@@ -37,14 +38,6 @@ ALONE: Mapping[str, Mapping[str, Any]] = {"stop": {"stop": (STOP,)}, "nothing": 
 
 Drawn = Mapping[str, list[list[Response]]]
 """Kind of sampling → a group of responses for each prompt."""
-
-
-def rollouts(groups: list[list[Response]]) -> list[Rollout]:
-    return [
-        Rollout.of(response, problem_id=f"p{number}", group=number, prompt_ids=PROMPTS[number], text="")
-        for number, group in enumerate(groups)
-        for response in group
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +86,7 @@ def score(_rank: int, _world: int, steps: list[list[Rollout]]) -> dict[str, dict
 @pytest.fixture(scope="module")
 def scored(drawn: Drawn) -> Mapping[str, Any]:
     """What the trainer makes of the truncated ones at TP2, with logits and with a fused head."""
-    return run_dist(2, score, [rollouts(drawn[name]) for name in TRUNCATED])[0]
+    return run_dist(2, score, [rollouts_of(drawn[name], PROMPTS) for name in TRUNCATED])[0]
 
 
 @pytest.mark.parametrize("head", ["logits", "fused"])
@@ -101,10 +94,10 @@ def test_the_trainers_logprobs_are_the_samplers(drawn: Drawn, scored: Mapping[st
     report = scored[head]
     gaps = {}
     for step, name in enumerate(TRUNCATED):
-        theirs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts(drawn[name])])
+        theirs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts_of(drawn[name], PROMPTS)])
         gaps[name] = float(np.abs(theirs - report["logprobs"][step]).max())
     assert max(gaps.values()) < 1e-4, gaps
-    theirs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts(drawn["top_k and top_p"])])
+    theirs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts_of(drawn["top_k and top_p"], PROMPTS)])
     assert np.abs(theirs - report["whole"]).mean() > 0.01  # so far the kept tokens' share is from 1
 
 
@@ -114,7 +107,7 @@ def test_loss_and_gradient_are_those_of_the_truncated_distribution(drawn: Drawn,
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
     entropies, total, count = [], torch.zeros((), dtype=torch.float64), 0
-    for rollout in rollouts(drawn["top_k and top_p"]):
+    for rollout in rollouts_of(drawn["top_k and top_p"], PROMPTS):
         ids = [*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()]
         logits = model(torch.tensor([ids])).logits[0, rollout.prompt_ids.size - 1 : -1] / TEMPERATURE
         assert rollout.sampling_mask is not None

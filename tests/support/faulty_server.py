@@ -39,19 +39,10 @@ def answer(samples: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def draw_group(
-    client: Client,
-    prompt: Sequence[int],
-    *,
-    n: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int | None,
-    stop_token_ids: Sequence[int],
-    version: WeightsVersion,
+    client: Client, prompt: Sequence[int], sampling: Sampling, *, n: int, seed: int | None, version: WeightsVersion
 ) -> list[Response]:
     """Sample j has the seed ``seed`` + j."""
-    samples = [Request(j, None if seed is None else seed + j, max_new_tokens) for j in range(n)]
-    sampling = Sampling(temperature, max_new_tokens, tuple(stop_token_ids))
+    samples = [Request(j, None if seed is None else seed + j, sampling.max_new_tokens) for j in range(n)]
     drawn = dict(client.draw("", prompt, samples, sampling, lambda: (version,)))
     return [drawn[j] for j in range(n)]
 

@@ -51,10 +51,7 @@ def gone(pid: int) -> bool:
 
 def assert_none_names(words: object) -> None:
     """As :func:`processes_naming`; the kernel is given a moment for what was killed."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while found := processes_naming(words):
-        assert time.monotonic() < deadline, f"still running: {found}"
-        time.sleep(0.05)
+    assert eventually(lambda: not processes_naming(words)), f"still running: {processes_naming(words)}"
 
 
 class Listener(NamedTuple):
@@ -65,7 +62,6 @@ class Listener(NamedTuple):
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """The process and all below it."""
     parent = psutil.Process(pid)
     return [parent, *parent.children(recursive=True)]
 

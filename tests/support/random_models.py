@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.weights.architecture import is_always_fp32, model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -85,7 +85,6 @@ def random_family(family: str, settings: Mapping[str, Any], *, seed: int = 0, sc
 
 @cache
 def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """One of ``MODELS``."""
     return random_family(name.split("-")[0], {**_SIZES, **MODELS[name], **changes}, seed=seed)
 
 
@@ -100,15 +99,7 @@ def greedy_after(model: Any, prompt: Sequence[int], length: int) -> list[int]:
 
 @cache
 def greedy(name: str, seed: int) -> list[list[int]]:
-    """After each of ``PROMPTS``."""
     return [greedy_after(random_model(name, seed), prompt, LENGTH) for prompt in PROMPTS]
-
-
-def llama_config(**changes: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    other = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "tie_word_embeddings": False}
-    return {"architectures": ["LlamaForCausalLM"], **sizes, **heads, **other, **changes}
 
 
 def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **changes: Any) -> Path:
@@ -116,7 +107,11 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
     activations than those of any other token.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config, generator = llama_config(**changes), torch.Generator().manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    other = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    config = {"architectures": ["LlamaForCausalLM"], **sizes, **heads, **other, **changes}
+    generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else scale * torch.randn(shape, generator=generator)
         for name, shape in tensor_shapes(model_spec(config, "test")).items()
@@ -136,3 +131,12 @@ def draw_rollouts(lengths: Sequence[int], *, seed: int = 1) -> list[Rollout]:
         logprobs, version = (-1.0,) * (length - 2), WeightsVersion(0)
         rollouts.append(Rollout("p", 0, ids[:2], ids[2:], logprobs, "stop", version, reward=float(number % 2)))
     return rollouts
+
+
+def rollouts_of(groups: Sequence[Sequence[Response]], prompts: Sequence[Sequence[int]]) -> list[Rollout]:
+    """The responses of a group for each prompt, with rewards 0 and 1 in turn."""
+    return [
+        Rollout.of(response, problem_id=f"p{group}", group=group, prompt_ids=prompts[group], text="", reward=float(number % 2))
+        for group, responses in enumerate(groups)
+        for number, response in enumerate(responses)
+    ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.sampler.vllm import client
 from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame
@@ -32,7 +32,6 @@ def sent() -> list[httpx.Request]:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, sent: list[httpx.Request]) -> Serve:
-    """A client whose every request is answered by this."""
 
     def start(status: int, content: bytes) -> Client:
         def handle(_transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
@@ -46,8 +45,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, sent: list[httpx.Request]) -> Serve:
 
 
 def generate(client: Client) -> list[Response]:
-    settings: dict[str, Any] = {"n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2]}
-    return draw_group(client, (1, 5), **settings, version=NINE)
+    return draw_group(client, (1, 5), Sampling(0.5, 7, (2,)), n=2, seed=3, version=NINE)
 
 
 def test_responses_come_back_with_key_and_parameters_sent(serve: Serve, sent: list[httpx.Request]) -> None:
@@ -136,12 +134,7 @@ def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0)
     return said
 
 
-def fails(error: Exception) -> object:
-    raise error
-
-
-SILENT = partial(fails, ServerSilent("no answer"))
-GONE = partial(fails, ServerGone("connection refused"))
+SILENT, GONE = Mock(side_effect=ServerSilent("no answer")), Mock(side_effect=ServerGone("connection refused"))
 
 
 @pytest.mark.usefixtures("at_once")

@@ -19,15 +19,14 @@ from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, Sender, answer, answer_well, draw_group, fleet_of
+from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
 
 SAMPLING = Sampling(1.0, 4)
 
 
 def wait_for_calls(count: int, *servers: FaultyServer) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while sum(len(server.calls) for server in servers) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: sum(len(server.calls) for server in servers) >= count)
 
 
 def drawn(stream: FleetStream) -> dict[tuple[Any, int], Response]:
@@ -100,8 +99,7 @@ def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
     servers[0].always = half
     with fleet_of(servers, tmp_path) as (fleet, reports):
         (client,) = (one for one in fleet.sampling().values() if one.url == servers[1].url)
-        settings: dict[str, Any] = {"n": 3, "temperature": 1.0, "max_new_tokens": 4, "seed": 11, "stop_token_ids": ()}
-        alone = draw_group(client, (1, 5), **settings, version=WeightsVersion(0))
+        alone = draw_group(client, (1, 5), SAMPLING, n=3, seed=11, version=WeightsVersion(0))
         expected = {("a", index): response for index, response in enumerate(alone)}
         servers[1].seeds.clear()
         with fleet.sample_stream(SAMPLING) as stream:
@@ -164,7 +162,6 @@ SLEEP, WEIGHTS, CACHE = "/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tag
 
 @pytest.fixture
 def fleet(server: FaultyServer, tmp_path: Path) -> Iterator[Fleet]:
-    """One colocated server."""
     with fleet_of([server], tmp_path, placement="colocated") as (made, _):
         yield made
 
