@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -89,7 +90,6 @@ lock.release()
 
 
 def change(folder: Path, **changes: Any) -> None:
-    """Writes another holder into the file."""
     (folder / FILE).write_text(json.dumps(json.loads((folder / FILE).read_text()) | changes))
 
 
@@ -160,15 +160,11 @@ def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str]
     assert not list(tmp_path.iterdir())
 
 
-def no_flock(*_: Any) -> None:
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
 def test_without_flock_the_process_decides(
     holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a shared disk without it: no such disk is here, so the answer of such a one is planted."""
-    monkeypatch.setattr(fcntl, "flock", no_flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(ValueError, match=f"is in use by process {holder.pid}"):
         RunLock(tmp_path).take()
     written = (tmp_path / FILE).read_text()

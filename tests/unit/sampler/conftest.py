@@ -1,10 +1,14 @@
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
+from tepo_megatron.sampler.vllm.wire import AWAITS_VARIABLE, KEY_VARIABLE
 from tests.support.faulty_server import FaultyServer
 
 KEY_HEADER = (b"authorization", b"Bearer key")
@@ -23,6 +27,19 @@ def servers(server: FaultyServer) -> Iterator[list[FaultyServer]]:
     other = FaultyServer()
     yield [server, other]
     other.close()
+
+
+def supervised(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)
+
+
+@pytest.fixture
+def middleware(monkeypatch: pytest.MonkeyPatch) -> Middleware:
+    """That of a server with the key "key" and weights of its own, before no application."""
+    monkeypatch.setenv(KEY_VARIABLE, "key")
+    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
+    return Middleware(cast(Any, None))
 
 
 def ask(

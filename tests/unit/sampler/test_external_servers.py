@@ -162,8 +162,7 @@ class FakeServer:
     def stop(self) -> None:
         self.alive = False
 
-    def wait_ready(self) -> None:
-        """At once."""
+    def wait_ready(self) -> None: ...
 
     def log_end(self) -> str:
         return "the end of its log"

@@ -39,7 +39,6 @@ def sample(fleet: Fleet) -> list[list[Response]]:
 
 @pytest.fixture
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Response]]:
-    """What servers without faults draw."""
     server = FaultyServer()
     with fleet_of([server], tmp_path_factory.mktemp("good")) as (fleet, _):
         found = sample(fleet)
@@ -62,12 +61,7 @@ def with_logprob(value: float) -> Behaviour:
     return spoilt(lambda samples: samples[0].update(logprobs=[-0.5, value]))
 
 
-def break_off(server: FaultyServer, samples: list[Sample]) -> None:
-    return None
-
-
 def in_stream(samples: list[Sample], tail: bytes) -> bytes:
-    """All responses but the last, and then something else."""
     return b"".join(response_frame(**each) for each in samples[:-1]) + tail
 
 
@@ -85,7 +79,7 @@ FAULTS: dict[str, tuple[Behaviour, str]] = {
         lambda server, samples: (200, in_stream(samples, b"")),
         "stopped after (1 responses of 2|0 responses of 1)",
     ),
-    "a connection that breaks off": (break_off, "peer closed connection"),
+    "a connection that breaks off": (lambda server, samples: None, "peer closed connection"),
 }
 """Others: test_wire.py."""
 

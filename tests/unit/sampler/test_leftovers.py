@@ -20,6 +20,7 @@ from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.supervise import SHM, sweep
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
+from tests.unit.sampler.conftest import supervised
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
 pytestmark = pytest.mark.skipif(not LINUX, reason="needs Linux' /dev/shm and /proc")
@@ -51,11 +52,7 @@ class Left:
     """A supervised command that has made files, and says which."""
 
     def __init__(self, note: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", sys.executable, "-c", LEAVES, str(note)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self.process = supervised([sys.executable, "-c", LEAVES, str(note)])
         assert eventually(note.exists)
         folder, *names = note.read_text().split()
         self.folder = Path(folder)
@@ -130,8 +127,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_a
             os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not Process.in_group(left.process.pid))
     assert left.all_there()
-    command = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", "sleep", "600"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as following:
+    with supervised(["sleep", "600"]) as following:
         assert eventually(left.nothing_stays)
         assert following.stdin is not None
         following.stdin.close()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +25,7 @@ from torch.distributed import distributed_c10d
 from tepo_megatron.runtime.machine import read_cores
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
 from tepo_megatron.sampler.vllm.plugin.patches import sign_objects
-from tepo_megatron.sampler.vllm.wire import (
-    ADAPTER_NAME,
-    ADAPTER_PATH,
-    AWAITS_VARIABLE,
-    KEY_VARIABLE,
-    USE_ADAPTER,
-)
+from tepo_megatron.sampler.vllm.wire import ADAPTER_NAME, ADAPTER_PATH, USE_ADAPTER
 from tests.support.launch import run_dist, run_world
 from tests.support.stranger import Payload
 from tests.unit.sampler.conftest import ask
@@ -113,11 +107,8 @@ class Loader:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loader], tuple[int, bytes]]:
+def use(middleware: Middleware) -> Callable[[Loader], tuple[int, bytes]]:
     """Asks a server with these models for the adapters."""
-    monkeypatch.setenv(KEY_VARIABLE, "key")
-    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
-    middleware = Middleware(cast(Any, None))
     return lambda models: ask(middleware, USE_ADAPTER, state=SimpleNamespace(openai_serving_models=models))
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tepo_megatron.core.rollout import NO_TOKEN, Response, Rollout, SamplingMask
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.sampling import Sample, Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
-from tepo_megatron.sampler.vllm.wire import AWAITS_VARIABLE, KEY_VARIABLE, SAMPLES, read_responses
+from tepo_megatron.sampler.vllm.wire import SAMPLES, read_responses
 from tests.unit.sampler.conftest import ask
 
 VERSION = WeightsVersion(3, "ab")
@@ -40,28 +40,25 @@ class Engine:
         yield self.output
 
 
-def served(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, sampling_mask: bool) -> Response:
-    """The response of a server with this engine."""
+def served(engine: Engine, middleware: Middleware, *, sampling_mask: bool) -> Response:
     pytest.importorskip("vllm")
-    monkeypatch.setenv(KEY_VARIABLE, "key")
-    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
     sample = {"sample": 0, "seed": 1, "max_tokens": 4}
     body = {"id": "a", "prompt": [1], "sampling": {"top_k": 3}, "samples": [sample], "sampling_mask": sampling_mask}
     state = SimpleNamespace(engine_client=engine)
-    status, content = ask(Middleware(cast(Any, None)), SAMPLES, json.dumps(body).encode(), state=state)
+    status, content = ask(middleware, SAMPLES, json.dumps(body).encode(), state=state)
     assert status == 200
     return dict(read_responses([content], {0: Sample(0, 1, 4)}, lambda: [VERSION], sampling_mask=sampling_mask))[0]
 
 
-def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept(middleware: Middleware) -> None:
     # the drawn token is the likeliest; is not; is all that there is; is none of the likeliest, which a tie has crowded out
     ids = [4, 4, 6, 7, 6, 7, 6, 4, 5, 5, 1, 2, 9, 7, 6, 4]
     logprobs = [-0.1, -0.1, -3.0, NEVER, -1.5, -0.5, -1.5, -2.5, 0.0, 0.0, NEVER, -1e31, -2.0, -1.0, -2.0, -2.0]
-    response = served(Engine(ids, logprobs, 3), monkeypatch, sampling_mask=True)
+    response = served(Engine(ids, logprobs, 3), middleware, sampling_mask=True)
     assert response == Response(
         [4, 6, 5, 9], [-0.1, -1.5, 0.0, -2.0], "stop", VERSION, sampling_mask=SamplingMask([1, 2, 0, 3], [6, 7, 4, 7, 6, 4])
     )
-    plain = served(Engine([4, 5], [-1.0, -2.0], 0), monkeypatch, sampling_mask=False)
+    plain = served(Engine([4, 5], [-1.0, -2.0], 0), middleware, sampling_mask=False)
     assert plain == Response([4, 5], [-1.0, -2.0], "stop", VERSION)
 
 

@@ -22,6 +22,7 @@ from tepo_megatron.sampler.vllm.resources import cores_of_servers, reserve_port,
 from tepo_megatron.sampler.vllm.server import Server
 from tests.support.processes import eventually, gone
 from tests.support.programs import TIMEOUT_S
+from tests.unit.sampler.conftest import supervised
 
 HOST = "127.0.0.1"
 
@@ -104,11 +105,6 @@ def stand_in(pids: Path, last: str = "time.sleep(600)", deaf: bool = False) -> l
 def read_pids(path: Path) -> list[int]:
     assert eventually(lambda: path.exists() and path.read_text().endswith("\n"))
     return [int(pid) for pid in path.read_text().split()]
-
-
-def supervised(command: list[str], **options: object) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
-    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)  # type: ignore[call-overload]
 
 
 def test_the_supervisor_kills_what_a_dead_server_leaves(tmp_path: Path) -> None:
@@ -253,7 +249,6 @@ LOGS = Path(__file__).parent / "vllm_logs"
 
 
 def first_error(lines: list[str]) -> list[str]:
-    """The error that a server shows of a log."""
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         log.write_text("\n".join(lines))

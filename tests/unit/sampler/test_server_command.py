@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -253,10 +254,7 @@ RUN = Path(__file__).parents[3] / "examples/tiny/run.yaml"
 
 
 def test_an_impossible_tp_is_a_sentence_that_names_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_arguments: object, **_options: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=AssertionError("a process was started")))
     given = ["rollout.server.tp=3", f"output={tmp_path}/out"]
     config = load_run(None, given)
     said = r"(?s)rollout.server.tp = 3 does not fit this model: .*tp = 3 does not divide the model's 4 attention heads"

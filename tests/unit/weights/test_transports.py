@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_all_members_of_a_shared_gpu_take_gloo(monkeypatch: pytest.MonkeyPatch) 
 
     introduce = Introduction.of
     monkeypatch.setattr(Introduction, "of", lambda member: replace(introduce(member), gpu="GPU-1", nccl="2.29.7"))
-    monkeypatch.setattr(transports, "find_transport", lambda name: gloo.TRANSPORT if name == "gloo" else TransportSpec(refuse))
+    nccl = TransportSpec(Mock(side_effect=AssertionError("NCCL was to join")))
+    monkeypatch.setattr(transports, "find_transport", {"gloo": gloo.TRANSPORT, "nccl": nccl}.__getitem__)
     store, place = listen(HOST)
 
     def enter(rank: int) -> Any:
@@ -97,10 +99,6 @@ def test_all_members_of_a_shared_gpu_take_gloo(monkeypatch: pytest.MonkeyPatch) 
     assert [type(group) for group in groups] == [gloo.GlooGroup] * 2
     for group in groups:
         group.close()
-
-
-def refuse(store: object, member: object, timeout_s: float) -> Any:
-    raise AssertionError("NCCL was to join")
 
 
 @pytest.mark.parametrize("late", [False, True])
