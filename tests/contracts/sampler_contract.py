@@ -77,7 +77,6 @@ def write_model(folder: Path) -> Path:
 
 
 def send(sampler: Sampler, seed: int) -> WeightsVersion:
-    """Updates the sampler to ``contract_model(seed)``."""
     step = next(_steps)
     version, weights = WeightsVersion(step, f"{step:x}"), contract_model(seed).state_dict()
     sampler.update_weights_from_tensors(version, manifest(weights), iter(weights.values()))

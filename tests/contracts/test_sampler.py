@@ -77,7 +77,6 @@ class UntemperedLogprobs(ReferenceSampler):
 
 
 def with_streams(kind: Any) -> type[ReferenceSampler]:
-    """The reference with another kind of stream."""
 
     def sample_stream(self: Any, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> Any:
         stop_ids = tuple(self._options["stop_token_ids"])
@@ -110,8 +109,6 @@ class SwapsGroups(ReferenceSampler):
 
 
 class FinishedParts(ReferenceStream):
-    """Says that aborted responses have finished."""
-
     def abort(self) -> list[KeyedResponse]:
         results = super().abort()
         return [(key, index, Response(part.response_ids, part.logprobs, "stop", part.versions)) for key, index, part in results]

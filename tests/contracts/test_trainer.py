@@ -39,7 +39,6 @@ def make_megatron(config: RunConfig, model_dir: Path, *, shares_gpus: bool = Fal
 
 
 def check_megatron(_rank: int, _world: int, folder: Path) -> dict[str, str]:
-    """Check → how it failed."""
     warnings.filterwarnings("ignore")
     failed = {}
     for name, check in CHECKS.items():

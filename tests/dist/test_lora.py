@@ -76,7 +76,6 @@ def wanted_adapters(model: Path) -> dict[str, tuple[int, ...]]:
 
 
 def train(run: Run, folder: Path) -> dict[str, Any]:
-    """Scores, and trains two steps on the adapters of a PEFT folder, saving after each; exports."""
     from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json
 
     adapters = {"target_modules": targets_of(run.model), "path": folder / f"{run.model}-adapters"}

@@ -80,7 +80,6 @@ def splits(condition: Callable[[ModelSplit], bool] = lambda split: True) -> pyte
 
 
 def train(split: ModelSplit, folder: Path) -> dict[str, Any]:
-    """Exports what was loaded, scores, trains two steps, saving after each, and exports."""
     model: dict[str, Any] = {"path": str(folder / split.model)}
     out = folder / split.name
     if split.imported:

@@ -106,7 +106,6 @@ def train(layout: Layout, folder: Path, faults: list[dict[str, Any]]) -> dict[st
 
 @contextmanager
 def planted(engine: Any, fault: dict[str, Any], *, phase: str) -> Iterator[None]:
-    """The fault, on its rank and in its phase."""
     handles, value = [], fault["value"]
     if fault["rank"] == engine.ranks.rank and fault.get("phase", "update") == phase:
         if fault["kind"] == "gradient":

@@ -60,7 +60,6 @@ def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dic
 
 
 def update(engine: Any, part: Any, *, last: bool, nan: bool) -> Any:
-    """An update; with ``nan`` the gradient of one weight is NaN on rank 0."""
     param = next(iter(engine.policy.params.values()))
     handle = param.register_hook(lambda gradient: gradient * torch.nan) if nan and engine.ranks.rank == 0 else None
     result = engine.update(part, last=last)
@@ -105,7 +104,6 @@ def in_turn(_rank: int, _world: int, folder: Path, variants: list[Variant], step
 def run(
     folder: Path, world: int, variants: list[Variant], *, layers: int = 2, steps: int = 3, nan_at: int | None = None
 ) -> list[list[dict[str, Any]]]:
-    """What each rank saw of each variant."""
     for name, changes in (("dense", {}), ("experts", EXPERTS)):
         write_llama(folder / name, scale=0.1, num_hidden_layers=layers, **changes)
     ranks = run_dist(world, in_turn, folder, variants, steps, nan_at)

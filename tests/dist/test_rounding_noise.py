@@ -37,7 +37,6 @@ def by_place(logits_TVp: Tensor, first_column: int) -> Tensor:
 
 
 def noisy(engine: Any, scale: float = 1.0) -> Callable[..., TokenScores]:
-    """``logprob_and_entropy`` of logits with noise."""
 
     def scores(logits_TVp: Tensor, *arguments: Any, **options: Any) -> TokenScores:
         first_column = engine.ranks.tp_rank * logits_TVp.shape[1]
@@ -47,7 +46,6 @@ def noisy(engine: Any, scale: float = 1.0) -> Callable[..., TokenScores]:
 
 
 def first_update(engine: Any, *, whole_step_scored: bool) -> dict[str, float]:
-    """Extrema and means of the first optimizer step after a rollout."""
     from tepo_megatron.run.step.minibatches import minibatches
     from tepo_megatron.trainer.megatron import forward
 
@@ -91,7 +89,6 @@ Look = Callable[[Any], dict[str, float]]
 
 
 def in_turn(rank: int, world: int, looks: list[tuple[dict[str, Any], Look]], model_dir: Path) -> list[dict[str, float]]:
-    """Each on an engine of its own."""
     path = {"path": str(model_dir)}
     return [look(make_engine({**config, "model": {**config.get("model", {}), **path}})) for config, look in looks]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,10 +58,6 @@ def _zero(path: Path, start: int, stop: int | None) -> None:
     path.write_bytes(data)
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def _swap(one: Path, other: Path) -> None:
     ours, theirs = one.read_bytes(), other.read_bytes()
     one.write_bytes(theirs)
@@ -89,7 +86,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "all zeros": (lambda c, o: _zero(shards(c)[0], 0, None), "shards/rank00000-00001.safetensors was changed"),
     "a shard of another step": (lambda c, o: _take_from(c, o, "shards/rank00001-00001.safetensors"), "is of step"),
     "two shards exchanged": (lambda c, o: _swap(shards(c)[0], shards(c)[1]), "shards/rank00000-00001.safetensors"),
-    "a truncated shard": (lambda c, o: _truncate(shards(c)[0]), "bytes instead of"),
+    "a truncated shard": (lambda c, o: os.truncate(shards(c)[0], shards(c)[0].stat().st_size - 100), "bytes instead of"),
     "an empty shard": (lambda c, o: shards(c)[0].write_bytes(b""), "has 0 bytes instead of"),
     "a missing shard": (lambda c, o: shards(c)[-1].unlink(), "is missing"),
     "a shard too many": (

@@ -29,7 +29,6 @@ def write_csv(path: Path, rows: Rows, delimiter: str = ",") -> str:
 
 
 def write_parquet(path: Path, rows: Rows, row_group: int | None = None) -> str:
-    """The rows as a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 

@@ -113,8 +113,7 @@ class FakeHost:
         found, self._found = self._found[:count], self._found[count:]
         return found
 
-    def close(self) -> None:
-        return None
+    def close(self) -> None: ...
 
 
 class Letters:
@@ -161,7 +160,6 @@ class Played:
 
 
 def play(stream: EpisodeStream) -> dict[tuple[Any, int], Response]:
-    """Plays what was submitted to its end."""
     found: dict[tuple[Any, int], Response] = {}
     while stream.unfinished:
         if (result := stream.next(1.0)) is not None:

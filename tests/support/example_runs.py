@@ -35,7 +35,6 @@ tepo = partial(run, "-m", "tepo_megatron")
 
 
 def script(path: Path) -> ModuleType:
-    """A file of an example as a module."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

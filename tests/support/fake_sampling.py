@@ -122,8 +122,7 @@ class FakeVerifiers:
     def another(self) -> FakeVerifiers:
         return self
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def stream(self, samples: Any, problem_of: Callable[[Any], Problem]) -> Any:
         return samples
@@ -238,7 +237,6 @@ def run_steps(
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
-    """A step's rollouts by their groups."""
     found: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         found.setdefault(rollout.group, []).append(rollout)

@@ -78,8 +78,6 @@ class Patient(Hostile):
 
 
 class Waits(Patient):
-    """Slow to end."""
-
     async def close(self) -> None:  # type: ignore[override]
         import asyncio
 
@@ -108,8 +106,6 @@ class Slow:
 
 
 class Says:
-    """Says what it was made with."""
-
     def __init__(self, first: Any = None, then: Any = None, reward: Any = 0.0) -> None:
         self.first, self.then, self.reward = first, then, reward
 

@@ -13,10 +13,10 @@ from tepo_megatron.core.types import Batch, TokenScores
 make_batch = Step.random
 
 
-def masks(min_sequences=1, max_sequences=6):
+def masks(min_sequences=1):
     """Loss masks of a step with at least one response token: prompts, responses, holes, and sequences without any."""
     sequence = st.lists(st.booleans(), min_size=1, max_size=7)
-    return st.lists(sequence, min_size=min_sequences, max_size=max_sequences).filter(lambda rows: any(map(any, rows)))
+    return st.lists(sequence, min_size=min_sequences, max_size=6).filter(lambda rows: any(map(any, rows)))
 
 
 def whole(objective, batch, scores):

@@ -57,7 +57,6 @@ def start(*arguments: str, runner: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 
 def train(*arguments: str, runner: Sequence[str] = ()) -> str:
-    """Trains to the end; what was printed."""
     return run_python(*runner, "-m", "tepo_megatron", "train", RUN, *arguments).stdout
 
 

@@ -231,5 +231,4 @@ class ReferenceStream:
         self._open.clear()
         return results
 
-    def leave(self, home: Hashable) -> None:
-        return None
+    def leave(self, home: Hashable) -> None: ...

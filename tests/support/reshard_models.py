@@ -61,8 +61,8 @@ def expert_splits(tp: int, dp: int, experts: int) -> list[dict[str, int | None]]
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, moe: bool | None = None) -> Case:
-    """Anything that both sides can split, with up to 16 ranks on each; ``moe``: only models with experts, or only others."""
+def cases(draw: st.DrawFn) -> Case:
+    """Anything that both sides can split, with up to 16 ranks on each."""
     source_tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     server_tp, server_pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 1, 2, 3]))
@@ -72,8 +72,7 @@ def cases(draw: st.DrawFn, *, moe: bool | None = None) -> Case:
     layers = [chunks * draw(st.integers(1, 2)), chunks * draw(st.integers(1, 2)), chunks * draw(st.integers(1, 2))]
     num_layers = layers[0] + max(pp - 2, 0) * layers[1] + (layers[2] if pp > 1 else 0)
     ends = {"first": layers[0], "last": layers[2]} if pp > 1 else {}
-    families = [*MOE] if moe else [*MOE, "LlamaForCausalLM"] if moe is None else ["LlamaForCausalLM"]
-    family = draw(st.sampled_from(families))
+    family = draw(st.sampled_from([*MOE, "LlamaForCausalLM"]))
     dense_layers = draw(st.integers(0, num_layers - 1)) if family == "Glm4MoeForCausalLM" else 0
     spec = small_spec(
         architecture=family,

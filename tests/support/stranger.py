@@ -133,7 +133,6 @@ def _opens(path: str) -> bool:
 
 
 def become_nobody() -> None:
-    """Gives up every right, for good."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

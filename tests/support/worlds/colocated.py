@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.api import run_rank
@@ -24,11 +23,7 @@ def without_sleep_mode(server: Server, *, on_gpu: bool) -> list[str]:
     return [part for part in command(server, on_gpu=on_gpu) if part != "--enable-sleep-mode"]
 
 
-def allow(*_: Any) -> None:
-    """In place of the check that would refuse shared GPUs on a CPU."""
-
-
 if __name__ == "__main__":
-    Placement.check = allow  # type: ignore[method-assign,assignment]
+    Placement.check = lambda *_: None  # type: ignore[method-assign] # it refuses them on a CPU
     Server.command = without_sleep_mode  # type: ignore[method-assign,assignment]
     sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train_model))

@@ -43,7 +43,3 @@ def main() -> None:
     growth = resident("VmHWM") - before
     Path(case["out"], f"rank{engine.ranks.rank}.json").write_text(json.dumps(growth))
     engine.close()
-
-
-if __name__ == "__main__":
-    main()

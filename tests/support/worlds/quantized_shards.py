@@ -109,7 +109,3 @@ def main() -> None:
         ShardLoader(model, queue)
     except RuntimeError as error:
         (out / f"refused-{rank}.txt").write_text(str(error))
-
-
-if __name__ == "__main__":
-    main()

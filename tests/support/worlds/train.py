@@ -19,7 +19,3 @@ def main() -> None:
     code = run_rank(config, train_model)
     if code:
         sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -105,17 +105,13 @@ def test_what_an_environment_says_fails_its_own_episode_at_most(told: tuple[str,
     assert other.error is None
 
 
-def table_of(**kwargs: Any) -> EpisodeTable:
-    config = EnvironmentConfig(name=f"{hostile_environment.__file__}:Says", timeout_s=60.0)
-    return EpisodeTable({**config.model_dump(), "kwargs": kwargs, "agent": None})
-
-
 @settings(max_examples=20)
 @example(first="\ud83d", then="\ud83d", reward=1.0)
 @given(first=observations, then=observations, reward=values)
 def test_a_worker_answers_with_text_or_an_error(first: Any, then: Any, reward: Any, chat: Tokenizer) -> None:
     """Values go from an environment's methods through the pipe to the tokenizer; no lone surrogate leaves the worker."""
-    table = table_of(first=first, then=then, reward=reward)
+    config = EnvironmentConfig(name=f"{hostile_environment.__file__}:Says", timeout_s=60.0).model_dump()
+    table = EpisodeTable({**config, "kwargs": {"first": first, "then": then, "reward": reward}, "agent": None})
     for call in (["reset", Problem("p", "", "").to_json(), 1, False], ["step", *ResponseText("1").to_json()]):
         answer = json.loads(json.dumps(asyncio.run(table.answer(0, call))))
         if "error" not in answer:

@@ -50,7 +50,6 @@ class Unexplained(Documented):
 
 
 def made(base: Any, doc: str | None = "Documented.", **methods: Any) -> Any:
-    """An instance of a kind called ``mine`` with these methods."""
 
     class Mine(base):  # type: ignore[misc] # any of the bases
         __doc__ = doc

@@ -44,7 +44,6 @@ WITH_AUTO = {"trust_region.share", "trust_region.initial"}
 
 
 def _build(given: dict[str, Any]) -> ObjectiveConfig | str:
-    """The configuration, or why it is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

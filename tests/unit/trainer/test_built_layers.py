@@ -40,7 +40,6 @@ def look(rank: int, world: int) -> dict[str, Any]:
 
 
 def build(cpu: Any, ranks: Any, model_section: dict[str, Any], engine_section: dict[str, Any]) -> Any:
-    """Megatron's model of a small Llama with local layers."""
     from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
 
     run = RunConfig.model_validate({"model": model_section, "engine": engine_section})

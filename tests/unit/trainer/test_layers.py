@@ -267,8 +267,6 @@ def merged_by_hand(weight: Tensor, made: torch.nn.Module) -> Tensor:
 
 
 class Layer(torch.nn.Module):
-    """Notes the weights that it computed with."""
-
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -71,7 +71,6 @@ def small_pieces() -> Iterator[None]:
 
 
 def offloader_of(model: torch.nn.Module) -> offload.Offloader:
-    """With an optimizer without states."""
     optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
     policy: Any = SimpleNamespace(chunks=[model], ddp=[ddp], optimizer=optimizer)

@@ -44,7 +44,6 @@ CONFIG: dict[str, Any] = {
 def make_model(
     folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, shard_bytes: int = 2000, **changes: Any
 ) -> Path:
-    """A model folder with random weights in several files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes, "dtype": str(dtype).removeprefix("torch.")}))
     (folder / "tokenizer.json").write_text("{}")

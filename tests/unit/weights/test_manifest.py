@@ -134,7 +134,6 @@ Weights = dict[str, np.ndarray]
 
 
 def written(weights: Weights, files: int = 1) -> str | None:
-    """The digest of a folder that has them in so many files."""
     with tempfile.TemporaryDirectory() as folder:
         names = sorted(weights)
         parts = {f"model-{number}.safetensors": names[number::files] for number in range(files)}
