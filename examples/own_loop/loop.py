@@ -49,12 +49,7 @@ class Sampler:
         rewards = self.verifiers.score([(problems[group], text) for (group, _), text in zip(drawn, texts, strict=True)])
         return [
             Rollout.of(
-                response,
-                problem_id=problems[group].id,
-                group=group,
-                prompt_ids=prompts[group],
-                text=text,
-                reward=scored.reward,
+                response, problem_id=problems[group].id, group=group, prompt_ids=prompts[group], text=text, reward=scored.reward
             )
             for (group, response), text, scored in zip(drawn, texts, rewards, strict=True)
             if scored.reward is not None

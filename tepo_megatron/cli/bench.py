@@ -123,7 +123,7 @@ def _step_command(
         str,
         Option(
             help="An older state to compare with: a git revision, another checkout's folder, or none. States from before "
-            "2026-11-23, when the package's folders moved, cannot be measured.",
+            "2026-11-23, when the package's folders moved, cannot be measured."
         ),
     ] = "none",
     size: Annotated[str, Option(help="tiny or small: a Llama with random weights.")] = "small",

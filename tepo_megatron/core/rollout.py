@@ -135,14 +135,7 @@ class Rollout(_Sampled):
 
     @classmethod
     def of(
-        cls,
-        response: Response,
-        *,
-        problem_id: str,
-        group: int,
-        prompt_ids: ArrayLike,
-        text: str,
-        reward: float | None = 0.0,
+        cls, response: Response, *, problem_id: str, group: int, prompt_ids: ArrayLike, text: str, reward: float | None = 0.0
     ) -> Rollout:
         drawn = {item.name: getattr(response, item.name) for item in fields(_Sampled)}
         return cls(problem_id, group, prompt_ids, sampler_logprobs=response.logprobs, text=text, reward=reward, **drawn)

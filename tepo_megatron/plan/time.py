@@ -249,12 +249,7 @@ class StepTime:
 
     @classmethod
     def of(
-        cls,
-        ranks: TrainingRanks,
-        lengths: Lengths,
-        server: ServerMemory,
-        sync: SyncTraffic | None,
-        hosts: Sequence[HostMemory],
+        cls, ranks: TrainingRanks, lengths: Lengths, server: ServerMemory, sync: SyncTraffic | None, hosts: Sequence[HostMemory]
     ) -> StepTime:
         """Counts forward passes: 3 plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
         spec, config = ranks.spec, ranks.config

@@ -170,11 +170,7 @@ class EarlyStopping:
     """
 
     def __init__(
-        self,
-        metric: str = "accuracy/greedy",
-        patience: int = 5,
-        mode: Literal["max", "min"] = "max",
-        min_delta: float = 0.0,
+        self, metric: str = "accuracy/greedy", patience: int = 5, mode: Literal["max", "min"] = "max", min_delta: float = 0.0
     ) -> None:
         if patience < 1 or mode not in ("max", "min") or not 0 <= min_delta < math.inf:
             raise ValueError(

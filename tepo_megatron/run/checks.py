@@ -128,10 +128,7 @@ RUN_CHECKS: tuple[NamedCheck, ...] = (
     NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
     NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
     NamedCheck(
-        "fused head",
-        _check_head,
-        _MODEL,
-        lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings,
+        "fused head", _check_head, _MODEL, lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings
     ),
     NamedCheck("memory", lambda run: run.check_memory(run.spec), _MODEL | _TRAINER),
     NamedCheck(

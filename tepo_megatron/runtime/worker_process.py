@@ -229,14 +229,7 @@ class WorkerPool(ABC, Generic[W, C]):
 
     _workers: list[W]
 
-    def __init__(
-        self,
-        make: Callable[[], W],
-        config: Any,
-        *,
-        names: tuple[str, str, str],
-        setup: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, make: Callable[[], W], config: Any, *, names: tuple[str, str, str], setup: Mapping[str, Any]) -> None:
         """``config`` is a section of the configuration; ``names``: the code's kind, the section, and the code's setting.
 
         Raises ValueError for unusable code, RuntimeError if a worker does not start.

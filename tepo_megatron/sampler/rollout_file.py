@@ -118,13 +118,7 @@ def record_path(folder: Path, step: int) -> Path:
 
 
 def write_rollouts(
-    folder: Path,
-    step: int,
-    rollouts: Sequence[Rollout],
-    *,
-    drawn_by: str = "",
-    failed_rewards: int = 0,
-    flush: bool = True,
+    folder: Path, step: int, rollouts: Sequence[Rollout], *, drawn_by: str = "", failed_rewards: int = 0, flush: bool = True
 ) -> Path:
     """The file gets its name when whole and, with ``flush``, on disk."""
     path = record_path(folder, step)

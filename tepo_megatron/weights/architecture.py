@@ -58,13 +58,7 @@ FAMILIES: Mapping[str, _Family] = {
             "norm_topk_prob": False,
             "moe_intermediate_size": 768,
         },
-        only={
-            "attention_bias": False,
-            **_QWEN,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "output_router_logits": False,
-        },
+        only={"attention_bias": False, **_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False},
     ),
     "Glm4MoeForCausalLM": _Family(
         qkv_bias="attention_bias",

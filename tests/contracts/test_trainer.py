@@ -189,11 +189,7 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
         "updates_by_the_gradient",
         "Trainer.score: update of the same weights",
     ),
-    "decayed norms": (
-        lambda t: t.adam.param_groups[1].update(weight_decay=0.5),
-        "updates_by_the_gradient",
-        "Trainer.update",
-    ),
+    "decayed norms": (lambda t: t.adam.param_groups[1].update(weight_decay=0.5), "updates_by_the_gradient", "Trainer.update"),
     "the last micro-batch is lost": (
         _wrap("", "micro_batches", lambda f, t, b: f(b)[: max(1, len(f(b)) - 1)]),
         "does_not_depend_on_micro_batches",

@@ -82,7 +82,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_nothi
     assert "train.steps: 3 -> 4" in printed
     assert "versions." not in printed
     assert sorted(path.name for path in folders[0].parent.iterdir()) == [
-        *("step_000001", "step_000002", "step_000003", "step_000003.damaged", "step_000004"),
+        *("step_000001", "step_000002", "step_000003", "step_000003.damaged", "step_000004")
     ]
     assert exported(tmp_path) == exported(trained)
     ours = json.loads((tmp_path / "checkpoints" / "step_000004" / "manifest.json").read_text())["files"]

@@ -42,10 +42,7 @@ def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> No
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    [
-        ("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}),
-        ("Qwen3-14B", {"tp": 4, "dp": 2}),
-    ],
+    [("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}), ("Qwen3-14B", {"tp": 4, "dp": 2})],
 )
 def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, parallel: dict[str, int]) -> None:
     config = load_run(EXAMPLES / "qwen2.5-7b" / "run.yaml")

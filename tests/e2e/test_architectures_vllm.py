@@ -65,8 +65,7 @@ SOON = {"Qwen2-tied-tp1-reshard-killed", "Qwen2-tied-tp1-gather", "Glm4Moe-tp2-r
 """The others are long tests: their tensors are among those of these."""
 
 NAMED = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in SOON else [pytest.mark.long]) for case in CASES],
+    "case", [pytest.param(case, id=case.name, marks=[] if case.name in SOON else [pytest.mark.long]) for case in CASES]
 )
 
 

@@ -68,13 +68,7 @@ def test_an_architecture_is_in_every_test_and_table(architecture: str) -> None:
 
 def test_the_list_for_an_architecture_names_every_place() -> None:
     listed = section("docs/reference/models.md", "Add an architecture")
-    for path in (
-        "weights/architecture.py",
-        "weights/table.py",
-        "trainer/megatron/model/model.py",
-        "README.md",
-        *PLACES,
-    ):
+    for path in ("weights/architecture.py", "weights/table.py", "trainer/megatron/model/model.py", "README.md", *PLACES):
         assert f"`{path}`" in listed
 
 

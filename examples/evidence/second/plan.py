@@ -166,14 +166,7 @@ def _test(task: Task) -> tuple[str, ...]:
 
 
 def sweep(
-    name: str,
-    head: str,
-    task: Task,
-    axes: Axes,
-    seeds: tuple[int, ...],
-    *,
-    jobs: int = 2,
-    validates: bool = False,
+    name: str, head: str, task: Task, axes: Axes, seeds: tuple[int, ...], *, jobs: int = 2, validates: bool = False
 ) -> str:
     overrides = [
         *("engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "engine.cpu_threads=auto"),

@@ -247,12 +247,7 @@ class Objective:
 
 @torch.no_grad()
 def _measure(
-    values: TokenValues,
-    effective_samples: Tensor,
-    ratio_T: Tensor,
-    gain: Surrogate,
-    weight_T: Tensor | None,
-    masked_T: Tensor,
+    values: TokenValues, effective_samples: Tensor, ratio_T: Tensor, gain: Surrogate, weight_T: Tensor | None, masked_T: Tensor
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """KL(π_θ‖π_old) is r δ − r + 1; the mismatch is KL(sampler‖π_old) by k3."""
     mask_T = values.mask_T

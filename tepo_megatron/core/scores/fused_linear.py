@@ -163,11 +163,7 @@ def _add_gradients(
         # The logits are computed again, since this function avoids keeping them.
         _multiply(hidden_RH[index], weight_VpH, logits_cVp)
         backend.gradient(
-            logits_cVp,
-            chunk,
-            RowScores(*(value_R[index] for value_R in rows)),
-            gradients.map(itemgetter(index)),
-            gradient_cVp,
+            logits_cVp, chunk, RowScores(*(value_R[index] for value_R in rows)), gradients.map(itemgetter(index)), gradient_cVp
         )
         torch.mm(gradient_cVp, weight_VpH, out=grad_hidden_RH[index])
         if grad_weight_VpH is not None:

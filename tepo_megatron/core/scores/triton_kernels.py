@@ -139,12 +139,7 @@ def _gradient_terms(
 
 @triton.jit
 def _gradient_tile(
-    x: tl.tensor,
-    places: tl.tensor,
-    highest: tl.tensor,
-    to_log2: float,
-    label: tl.tensor,
-    terms: tl.tuple,
+    x: tl.tensor, places: tl.tensor, highest: tl.tensor, to_log2: float, label: tl.tensor, terms: tl.tuple
 ) -> tl.tensor:
     constant, slope, at_label = terms
     t = _exponents(x, highest, to_log2)

@@ -22,13 +22,7 @@ from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.sampler.protocol import SamplerOptions
-from tepo_megatron.sampler.vllm.resources import (
-    check_machine,
-    check_quantization,
-    read_vocab_size,
-    reserve_port,
-    worker_cores,
-)
+from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization, read_vocab_size, reserve_port, worker_cores
 from tepo_megatron.sampler.vllm.wire import (
     ADAPTER_VARIABLE,
     AWAITS_VARIABLE,

@@ -79,11 +79,7 @@ class Interval:
 
 
 def bootstrap(
-    values: Sequence[float] | npt.NDArray[np.float64],
-    *,
-    resamples: int = 4000,
-    seed: int = 0,
-    share: bool = False,
+    values: Sequence[float] | npt.NDArray[np.float64], *, resamples: int = 4000, seed: int = 0, share: bool = False
 ) -> Interval:
     """The 95 % percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)):
     it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Equal values

@@ -24,13 +24,7 @@ from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
-from tepo_megatron.tasks.evaluate.evaluation import (
-    EvaluationResult,
-    SetResult,
-    evaluate_all,
-    load_sets,
-    verifier_pools,
-)
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, SetResult, evaluate_all, load_sets, verifier_pools
 from tepo_megatron.tasks.evaluate.results import RESULTS, write_results
 from tepo_megatron.tasks.protocol import Generate
 from tepo_megatron.weights.architecture import read_model_spec

@@ -143,12 +143,7 @@ class Forward:
         if head is None:  # nothing reads the logits after the loss
             return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
         return fused_linear_logprob_and_entropy(
-            output,
-            head[0],
-            share.labels_t,
-            sequence_parallel=head[1],
-            gradient_accumulation_fusion=True,
-            **options,
+            output, head[0], share.labels_t, sequence_parallel=head[1], gradient_accumulation_fusion=True, **options
         )
 
     def score(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:

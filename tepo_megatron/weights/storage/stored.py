@@ -227,12 +227,7 @@ def tensor_batches(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterato
 
 
 def write_boxes(
-    folder: Path,
-    stem: str,
-    boxes: Iterable[tuple[str, Tensor]],
-    *,
-    metadata: Mapping[str, str],
-    file_bytes: int = _FILE_BYTES,
+    folder: Path, stem: str, boxes: Iterable[tuple[str, Tensor]], *, metadata: Mapping[str, str], file_bytes: int = _FILE_BYTES
 ) -> WrittenBoxes:
     """Writes durably, holding at most ``file_bytes`` or one box."""
     written = WrittenBoxes()

@@ -150,10 +150,7 @@ def test_import_and_export_there_and_back_again(tmp_path: Path) -> None:
         (["import", "nowhere", "new"], "nowhere has no config.json"),
         (["import", MODEL, "new", "--tp", "3"], "tp = 3 does not divide the model's 4 attention heads"),
         (["export", MODEL, MODEL], "exists already; remove it, or give another folder"),
-        (
-            ["export", "checkpoints/step_000006", "new", "--model", MODEL],
-            "step_000006 is damaged (shards/rank00000-00001.safe",
-        ),
+        (["export", "checkpoints/step_000006", "new", "--model", MODEL], "step_000006 is damaged (shards/rank00000-00001.safe"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_leaves_nothing(

@@ -21,11 +21,7 @@ from tests.support.data_files import write_jsonl, write_parquet
 
 NOTHING = dict.fromkeys(("context", "error", "unit", "answer_type"))
 SAMPLES: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "math500/test/2.json",
-        {"problem": "Halve 1.", "answer": "1/2", "subject": "Algebra", "unique_id": "test/2.json"},
-        "1/2",
-    ),
+    ("math500/test/2.json", {"problem": "Halve 1.", "answer": "1/2", "subject": "Algebra", "unique_id": "test/2.json"}, "1/2"),
     ("aime24/61", {"id": 61, "problem": "Find 5 times 5.", "solution": "025", "answer": "025", "url": "https://y"}, "025"),
     ("aime25/0", {"problem": "Find 7 times 10.", "answer": "70", "id": "0"}, "70"),
     ("aime25/1", {"problem": "Find 4.", "answer": "4", "id": "1"}, "4"),
@@ -40,11 +36,7 @@ SAMPLES: list[tuple[str, dict[str, Any], str]] = [
         | {"context": "A square has side $\\frac{1}{2}$.", "answer_type": "Numerical"},
         "1/4",
     ),
-    (
-        "omni-math/0",
-        {"domain": ["Algebra"], "problem": "Find all $n = n^2$.", "answer": "0, 1", "source": "own"},
-        "0, 1",
-    ),
+    ("omni-math/0", {"domain": ["Algebra"], "problem": "Find all $n = n^2$.", "answer": "0, 1", "source": "own"}, "0, 1"),
     ("gsm8k/0", {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 pens.\n#### 7"}, "7"),
     ("gsm8k/1", {"question": "A town of 1000 people triples. How many?", "answer": "1000*3\n#### 3,000"}, "3000"),
 ]

@@ -84,11 +84,7 @@ GOOD = '{"prompt": "p", "answer": "a", "id": "one"}\n'
         ("csv", 'prompt,answer\n"1,2\n', ":2: not CSV: .*; JSON lines or Parquet take any text"),
         ("csv", b"prompt,answer\n\xff,2\n", r": not UTF-8 text \(byte 15\); save the file as UTF-8"),
         ("csv", "prompt,answer\n", " has no problem in it"),
-        (
-            "csv",
-            "question,answer\n1,2\n",
-            r":2: 'prompt' is missing .*, answer.* such as data\.fields\.prompt=question",
-        ),
+        ("csv", "question,answer\n1,2\n", r":2: 'prompt' is missing .*, answer.* such as data\.fields\.prompt=question"),
         ("json", '[{"prompt": "x", "answer": "y"}, 3]', ", row 2: not a JSON object"),
         ("json", '[{"prompt": "x",\n "answer": }]', ": not JSON: .* at line 2, column 12"),
         ("json", '[{"question": "x", "answer": 2}]', r", row 1: 'prompt' is missing .*data\.fields\.prompt=question"),
@@ -161,10 +157,7 @@ def test_a_template_makes_the_prompt_of_any_columns(tmp_path: Path) -> None:
     (built_in, *_) = load_problems(source("builtin:addition-heldout", template="Q: {prompt} A:", name="sums"))
     assert built_in.prompt.startswith("Q: ")
     assert built_in.id.startswith("sums/")
-    with pytest.raises(
-        ValueError,
-        match=r"a\.jsonl:1: the template has \{nothing\}, .* \(the keys are: question, unit, ans",
-    ):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the template has \{nothing\}, .* \(the keys are: question, unit, ans"):
         load_problems(source(path, template="{nothing}"))
 
 

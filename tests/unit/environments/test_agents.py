@@ -27,13 +27,7 @@ from tepo_megatron.core.rollout import Response
 from tepo_megatron.runtime import worker_process
 from tepo_megatron.runtime.worker_child import WorkerLimits
 from tepo_megatron.sampler.vllm.resources import reserve_port
-from tepo_megatron.tasks.environments.agent_session import (
-    AgentRequest,
-    AgentSession,
-    ChatRequest,
-    EpisodeError,
-    RefusedError,
-)
+from tepo_megatron.tasks.environments.agent_session import AgentRequest, AgentSession, ChatRequest, EpisodeError, RefusedError
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import EpisodeTable

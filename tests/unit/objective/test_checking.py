@@ -89,9 +89,7 @@ COUNTS_PADDING = made(OwnAggregation, denominator=lambda self, lengths_S: length
 IDLE = made(Documented, surrogate=lambda self, ratio_T, values: ratio_T * values.advantage_T)
 NOBODY = made(OwnMask, choose=lambda self, values, prepared: values.mask_T & False)
 NEW_EACH_TIME = made(
-    OwnPenalty,
-    prepare=lambda self, step: next(COUNTER),
-    penalty=lambda self, values, prepared: prepared * values.delta_T**2,
+    OwnPenalty, prepare=lambda self, step: next(COUNTER), penalty=lambda self, values, prepared: prepared * values.delta_T**2
 )
 ALTERNATES = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
 RAISES_AT_SOME_VALUES = made(OwnMask, choose=improbable)
@@ -102,21 +100,13 @@ BROKEN: list[tuple[str, Any, str]] = [
         f"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of 1 and .*: something is computed over",
     ),
     ("order of sequences", BY_PLACE, f"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"),
-    (
-        "order of sequences",
-        FIRST_FIRST,
-        rf"^a response's advantage is {NUMBERS} with the responses in their order, {NUMBERS}",
-    ),
+    ("order of sequences", FIRST_FIRST, rf"^a response's advantage is {NUMBERS} with the responses in their order, {NUMBERS}"),
     ("is deterministic", region(draw), "^it draws random numbers from torch's generator"),
     ("is deterministic", ALTERNATES, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
     ("data-parallel ranks", ALTERNATES, "one rank divides by"),
     ("mine acts", RAISES_AT_SOME_VALUES, "it raised ValueError: too improbable"),
     ("is deterministic", NEW_EACH_TIME, "at first, .* when computed again"),
-    (
-        "is finite",
-        region(root),
-        r"^the gradient by the log-prob of token \d+, a response token, is nan.*what torch.where",
-    ),
+    ("is finite", region(root), r"^the gradient by the log-prob of token \d+, a response token, is nan.*what torch.where"),
     ("padding", COUNTS_PADDING, rf"^the loss is {NUMBERS} without padding, {NUMBERS} with a sequence of padding in the step"),
     ("fields of mine act", IDLE, r"^no other value of objective.trust_region.tau changes anything; it is 1.0 here"),
     ("mine acts", NOBODY, "^objective.mask.kind = 'mine' changes nothing in any of 5 steps"),
@@ -127,9 +117,7 @@ BROKEN: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "kind", "message"),
-    BROKEN,
-    ids=[f"{number} {rule}" for number, (rule, *_) in enumerate(BROKEN)],
+    ("rule", "kind", "message"), BROKEN, ids=[f"{number} {rule}" for number, (rule, *_) in enumerate(BROKEN)]
 )
 def test_each_mistake_is_found_by_its_rule(rule, kind, message):
     found = dict(ObjectiveChecks(ObjectiveConfig(preset="grpo", **{kind.slot: kind}), steps=5).run())

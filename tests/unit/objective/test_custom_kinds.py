@@ -78,19 +78,13 @@ MINE = HEAD + (
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "import torhc\n",
-            r"importing /.*/bad\.py, line 1 raised ModuleNotFoundError: No module named 'torhc'; what it",
-        ),
+        ("import torhc\n", r"importing /.*/bad\.py, line 1 raised ModuleNotFoundError: No module named 'torhc'; what it"),
         ("x = 1\ny = zz\n", r"bad\.py, line 2 raised NameError: name 'zz' is not defined"),
         ("def f(:\n", r"bad\.py, line 1 raised SyntaxError"),
         ("raise SystemExit('gone')\n", "raised SystemExit: gone"),
         ("x = 1\n", "defines no kind; a kind is a subclass of one of OwnAdvantage, OwnRatio"),
         (HEAD + "class A(OwnRatio):\n    pass\n", r'A does not say what it is called; .* such as kind: Literal\["a"\]'),
-        (
-            HEAD + 'class A(OwnRatio):\n    kind: Literal["a"] = "a"\n',
-            "A has no method log_ratio, which a subclass of",
-        ),
+        (HEAD + 'class A(OwnRatio):\n    kind: Literal["a"] = "a"\n', "A has no method log_ratio, which a subclass of"),
         (MINE.replace('"mine"', '"clip"'), "and the package both have a kind 'clip' of objective.trust_region; rename one"),
         (MINE + MINE.replace("class Mine", "class Other"), "both have a kind 'mine' of objective.trust_region; rename one"),
     ],
@@ -193,10 +187,7 @@ def test_a_preset_that_cannot_be_used_is_one_sentence(preset, message, tmp_path)
         ("{kind: mine, tua: 2.0}", r"trust_region\.tua: unknown key \(got 2\.0\); did you mean objective\.trust_region\.tau"),
         ("{kind: mine, tau: high}", r'objective\.trust_region\.tau: got "high"; allowed: a number'),
         ("{kind: mien}", r'objective\.trust_region\.kind: got "mien"; allowed: .*"mine"'),
-        (
-            "{kind: clip, low: 0.2, high: 0.2}",
-            r"plugins names /.*/mine\.py, and nothing of it is used; set objective\.",
-        ),
+        ("{kind: clip, low: 0.2, high: 0.2}", r"plugins names /.*/mine\.py, and nothing of it is used; set objective\."),
     ],
 )
 def test_a_section_of_ones_own_is_checked_like_any_other(section, message, tmp_path):
@@ -253,10 +244,7 @@ def test_an_instance_of_a_class_in_hand_needs_no_file():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (
-            "values.delta_T.sum()",
-            r"Mine.log_ratio gave shape \(\) for 3 tokens; give one value per token, since sums and",
-        ),
+        ("values.delta_T.sum()", r"Mine.log_ratio gave shape \(\) for 3 tokens; give one value per token, since sums and"),
         ("1.0", "gave float; give a tensor with one value per token"),
         ("values.mask_T", "gave torch.bool; give floating-point numbers"),
     ],

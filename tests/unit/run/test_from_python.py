@@ -19,15 +19,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run import api, training
 from tepo_megatron.run.api import TrainResult
-from tepo_megatron.run.callbacks import (
-    NO_EXTENSIONS,
-    Callback,
-    Callbacks,
-    EarlyStopping,
-    Extensions,
-    RunInfo,
-    Stop,
-)
+from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callback, Callbacks, EarlyStopping, Extensions, RunInfo, Stop
 from tepo_megatron.tasks.reward.verifiers import last_word, load_verifier, resolve_verifier
 
 

@@ -89,10 +89,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], r"evaluate\.every = 0 makes none"),
         (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
         # rewards of several components
-        (
-            [GDPO, "objective.advantage.weights=[1,2]"],
-            r"has 2 entries, .* names none; a run has one .* unless reward\.weights",
-        ),
+        ([GDPO, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names none; a run has one .* unless reward\.weights"),
         ([GDPO, "reward.weights={a: 1, b: 2}"], r"set objective\.advantage\.weights=\[1, 2\], in this order"),
         ([GDPO, THREE, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names 3 components: a, b, c"),
         # W&B and MLflow

@@ -12,13 +12,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet import external
-from tepo_megatron.sampler.fleet.external import (
-    ExternalServer,
-    RegistryEntry,
-    serve_node,
-    shared_key,
-    with_local_address,
-)
+from tepo_megatron.sampler.fleet.external import ExternalServer, RegistryEntry, serve_node, shared_key, with_local_address
 from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
 

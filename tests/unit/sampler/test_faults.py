@@ -19,13 +19,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sample as Request
 from tepo_megatron.sampler.vllm.client import GENERATE
-from tepo_megatron.sampler.vllm.wire import (
-    SAMPLES,
-    BadAnswer,
-    head_frame,
-    read_responses,
-    response_frame,
-)
+from tepo_megatron.sampler.vllm.wire import SAMPLES, BadAnswer, head_frame, read_responses, response_frame
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, Sender, answer_well, choice, fleet_of
 
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
@@ -154,10 +148,7 @@ def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_d
 ) -> None:
     with fleet_of([server], tmp_path) as (fleet, _):
         for behave, said in (
-            (
-                spoilt(lambda samples: samples[0].update(versions=[(0, "9:x")])),
-                "a response with weights 9:x",
-            ),
+            (spoilt(lambda samples: samples[0].update(versions=[(0, "9:x")])), "a response with weights 9:x"),
             (lambda server, samples: (400, b'{"error": {"message": "the prompt is too long"}}'), "the prompt is too long"),
         ):
             server.faults = [behave] * len(PROMPTS)

@@ -94,8 +94,7 @@ def test_the_slope_of_a_label_without_probability():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("dtype", "offset"),
-    [(torch.bfloat16, 0), (torch.float16, 0), (torch.float32, 0), (torch.float32, 1000)],
+    ("dtype", "offset"), [(torch.bfloat16, 0), (torch.float16, 0), (torch.float32, 0), (torch.float32, 1000)]
 )
 def test_scores_are_exact_for_the_logits_as_they_are(dtype, offset, backend):
     """Upcast, then divided by the temperature; a logarithm of t − (m + log s) would have the rounding of 1000, 3e-5."""

@@ -16,14 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.run_compatibility import (
-    KINDS,
-    Difference,
-    compare_runs,
-    describe_run,
-    idle_entries,
-    refusal,
-)
+from tepo_megatron.trainer.run_compatibility import KINDS, Difference, compare_runs, describe_run, idle_entries, refusal
 from tests.support.launch import run_dist
 
 PLUGIN = Path(__file__).parents[3] / "examples/own_objective/my_objective.py"

@@ -71,11 +71,7 @@ def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("found", "whose"),
-    [
-        (Packages(te="2.11.0", apex=True), "Transformer Engine's"),
-        (Packages(apex=True), "apex'"),
-        (Packages(), "torch's"),
-    ],
+    [(Packages(te="2.11.0", apex=True), "Transformer Engine's"), (Packages(apex=True), "apex'"), (Packages(), "torch's")],
 )
 def test_whose_adam_is_megatrons_own_order(found: Packages, whose: str) -> None:
     assert found.adam[0] == whose
@@ -222,12 +218,7 @@ def block_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, le
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    lengths_of,
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(0, 2**31),
-)
+@given(lengths_of, st.integers(1, 3), st.integers(1, 2), st.integers(0, 2**31))
 def test_attention_and_gradients_match_the_block_causal_oracle(
     lengths: list[int], repeats: int, groups: int, seed: int
 ) -> None:

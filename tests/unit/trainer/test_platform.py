@@ -104,11 +104,7 @@ def driver(capability: tuple[int, int] | None) -> Any:
     ],
 )
 def test_it_is_for_tensor_and_context_parallelism_before_blackwell(
-    preset: str | None,
-    parallel: str,
-    capability: tuple[int, int] | None,
-    expected: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    preset: str | None, parallel: str, capability: tuple[int, int] | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CONNECTIONS_VARIABLE, preset or "")  # so that it is as before afterwards
     if preset is None:

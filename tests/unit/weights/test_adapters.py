@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.weights.adapters import (
-    adapted_tensors,
-    adapter_blocks,
-    adapter_layout,
-    adapter_names,
-    adapter_shapes,
-)
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_blocks, adapter_layout, adapter_names, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, check_peft_folder, load_adapters

@@ -104,11 +104,7 @@ def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str)
         ("Qwen3ForCausalLM", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30.0 is not supported yet"),
         ("MixtralForCausalLM", {"lm_head_bias": True}, r"lm_head_bias = True is not supported yet \(only False\)"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported"),
-        (
-            "LlamaForCausalLM",
-            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}},
-            r"rope scaling .*yarn.* is not",
-        ),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, r"rope scaling .*yarn.* is not"),
         ("LlamaForCausalLM", {"hidden_size": None}, r"config.json lacks 'hidden_size'"),
         ("LlamaForCausalLM", {"mlp_bias": True}, r"mlp_bias = True is not supported"),
         ("LlamaForCausalLM", {"num_key_value_heads": 4}, r"num_key_value_heads = 4 does not divide num_attention_heads = 6"),

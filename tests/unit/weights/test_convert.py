@@ -145,10 +145,7 @@ def test_transformers_reads_an_export_with_its_index_and_another_dtype_is_rounde
 
 @pytest.mark.parametrize(
     ("given", "stages"),
-    [
-        ({"vpp": 2}, ((range(1), range(2, 3)), (range(1, 2), range(3, 4)))),
-        ({"last_layers": 3}, ((range(1),), (range(1, 4),))),
-    ],
+    [({"vpp": 2}, ((range(1), range(2, 3)), (range(1, 2), range(3, 4)))), ({"last_layers": 3}, ((range(1),), (range(1, 4),)))],
 )
 def test_each_rank_finds_its_own_boxes_in_its_own_files(
     model: Path, tmp_path: Path, given: dict[str, Any], stages: tuple[tuple[range, ...], ...]

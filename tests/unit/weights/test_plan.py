@@ -19,13 +19,7 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.plan.time import Links
 from tepo_megatron.weights import reshard
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
-from tepo_megatron.weights.layouts import (
-    MegatronParallel,
-    VllmParallel,
-    megatron_ranks,
-    pipeline_stages,
-    vllm_ranks,
-)
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, pipeline_stages, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import Case, cases, small_spec

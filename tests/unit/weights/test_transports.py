@@ -23,14 +23,7 @@ from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import sender, transport, transports
 from tepo_megatron.weights.transfer.sender import ShardSender
-from tepo_megatron.weights.transfer.transport import (
-    Member,
-    Rendezvous,
-    TransportName,
-    TransportSpec,
-    connect,
-    listen,
-)
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportName, TransportSpec, connect, listen
 from tepo_megatron.weights.transfer.transports import Introduction, check_members, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tests.support.programs import TIMEOUT_S
@@ -42,10 +35,7 @@ WORKER = Introduction("worker 0 of a rollout server", "b", "10.0.0.2", "GPU-2", 
 PLANTED = {
     "versions": (replace(WORKER, nccl="2.27.3"), r"trainer rank 0 \(10.0.0.1\) has NCCL 2.29.7, worker 0 .* has NCCL 2.27.3"),
     "no NCCL": (replace(WORKER, nccl=""), "joins equal versions only"),
-    "one GPU": (
-        replace(WORKER, host="a", gpu="GPU-1"),
-        "on the same GPU, GPU-1, and NCCL takes .*transport = auto or gloo",
-    ),
+    "one GPU": (replace(WORKER, host="a", gpu="GPU-1"), "on the same GPU, GPU-1, and NCCL takes .*transport = auto or gloo"),
     "interface": (
         replace(WORKER, address="127.0.0.1"),
         r"worker 0 .*\(127.0.0.1\) offers a loopback .* rollout.server.interface",
