@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 45_000,
-    "tests, lines": 38_780,
+    "tests, lines": 38_000,
     "docs and docstrings, words": 104_850,
     "public classes and functions": 770,
     "modules": 252,

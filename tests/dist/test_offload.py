@@ -52,7 +52,6 @@ def train(config: dict[str, Any], *, moves: bool) -> Outcome:
         digests.append(engine.weights.version(step).digest)
     assert len(set(digests)) == STEPS
     if moves:
-        assert engine.offloader is not None
         assert engine.offloader.most_offloaded > 0
     return {name: bits_of({name: value}) for name, value in {**states_of(engine), **engine.policy.params}.items()}
 

@@ -227,7 +227,6 @@ def init_own_model(folder: Path, until: float) -> Path:
     """The first two commands of its README; the file of the second is the one that the example has."""
     script(OWN_MODEL / "make_model.py").make(folder / START, until=until)
     command = re.search(r"^\.venv/bin/tepo (init (?:.*\\\n)*.*)$", (OWN_MODEL / "README.md").read_text(), re.M)
-    assert command is not None
     said = tepo(*shlex.split(command[1].replace("\\\n", " ")), cwd=folder).stdout
     assert "the model reads: ⟦<|user|>⟧Sort " in said
     assert (folder / "own.yaml").read_text() == (OWN_MODEL / "run.yaml").read_text()

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tools.faults.run import CLASSES
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
+from tests.support.cli import invoke
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, rows, start, wait_for_rows
 
@@ -52,7 +51,7 @@ def start_replay(output: Path, rollouts: Path, *settings: str) -> subprocess.Pop
 
 def status(output: Path) -> str:
     """In this process: another one may take longer to start than a stopped rank is let live."""
-    return CliRunner().invoke(app, ["status", str(output)]).output
+    return invoke("status", output).output
 
 
 def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:

@@ -179,7 +179,6 @@ def stop_one(fleet: Fleet, title: str) -> psutil.Process:
 def processes(fleet: Fleet) -> list[psutil.Process]:
     """Those of its server, without the supervisor."""
     supervisor = only_server(fleet)._process
-    assert supervisor is not None
     return psutil.Process(supervisor.pid).children(recursive=True)
 
 
@@ -277,7 +276,6 @@ def test_a_server_that_hangs_while_it_is_updated_is_killed_and_replaced(
 def shared_memory(fleet: Fleet) -> list[str]:
     """The names in /dev/shm that the server's supervisor has recorded. Its folder is there."""
     process = only_server(fleet)._process
-    assert process is not None
     (folder,) = Path(tempfile.gettempdir()).glob(f"tepo-*-{process.pid}-*")
     record = folder / "shm"
     return [json.loads(line)[0] for line in record.read_text().splitlines()] if record.exists() else []

@@ -131,7 +131,6 @@ def test_ports_are_on_the_loopback_address_and_none_is_a_store(run: Run, tmp_pat
 def routes() -> list[tuple[str, str]]:
     """Every route that the source of vLLM's servers names, whether or not this server has it, and some that it has not."""
     spec = find_spec("vllm")
-    assert spec is not None
     assert spec.origin is not None
     stated = re.compile(r"""\.(get|post|put|delete|patch|head|options|websocket|mount)\(\s*["'](/[^"']*)["']""")
     found = {

@@ -132,7 +132,6 @@ def test_bad_words_are_neither_drawn_nor_among_the_tokens_that_could_be(drawn: D
     for response in chain(*drawn["all of them"], *drawn["greedy"]):
         assert bad not in response.response_ids
     for response in chain(*drawn["all of them"]):
-        assert response.sampling_mask is not None
         assert bad not in response.sampling_mask.ids
 
 

@@ -29,7 +29,7 @@ class _BeforeMegatron(MetaPathFinder):
     Megatron-Core imports it wherever it is installed and survives an ImportError only. A missing or foreign torch part raises
     FileNotFoundError or OSError, which would end every run, those with ``engine.layers=local`` too.
 
-    Where torch has no CUDA, Megatron-Core's fused functions are not compiled: on a CPU that gains nothing, and ``torch.compile``
+    Where torch has no CUDA, Megatron-Core's fused functions are not compiled: a CPU gains nothing, and ``torch.compile``
     imports its compiler in every rank (2 s of a core, 70 MB).
     """
 

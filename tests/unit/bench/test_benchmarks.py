@@ -15,10 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from scripts.studies.compare_masks import by_entropy
-from tepo_megatron.cli.bench import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
@@ -28,6 +26,7 @@ from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasur
 from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepSetting, source_of
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
+from tests.support.cli import invoke
 from tests.support.launch import run_dist
 
 
@@ -123,8 +122,7 @@ def test_rank_0_is_measured_both_ways_and_the_table_has_ratios_of_draws_that_fol
 @pytest.mark.usefixtures("forks")
 def test_scores_are_measured(tmp_path: Path) -> None:
     options = ["--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
-    done = CliRunner().invoke(app, ["scores", *options, "--output", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    invoke("bench", "scores", *options, "--output", tmp_path)
     record = json.loads((tmp_path / "scores-cpu-tp1.json").read_text())
     assert record["arguments"] == {"tp": 1, "device": "cpu", "repeats": 1}
     rows = {row["method"]: row for row in record["results"]}

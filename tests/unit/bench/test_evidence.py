@@ -161,7 +161,6 @@ def test_the_interval_of_five_seeds_covers_95_of_100_but_of_skewed_values() -> N
     log_normal = coverage(np.exp(0.5 * random.normal(size=TRIALS)), math.exp(0.125))
     text = (ROOT / "docs/results/evidence.md").read_text()
     said = re.search(r"(\d+) % for\s+exponential ones, (\d+) % for log-normal", text)
-    assert said is not None
     assert [exponential, log_normal] == pytest.approx([int(each) / 100 for each in said.groups()], abs=0.015)
 
 

@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from typer.testing import CliRunner
 
 from tepo_megatron.cli.console import print_json, show_table
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import LogConfig, RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.reward import EnvironmentConfig
@@ -44,6 +42,7 @@ from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
 from tests.support.chat_tokenizer import SPECIAL, TOOLS_TEMPLATE, write_chat_tokenizer
+from tests.support.cli import invoke
 from tests.support.episodes import FakeHost, FakeSamples, Played, play
 from tests.support.hostile import SURROGATES, as_json, broken_json, is_shown, texts, valid_texts, values
 
@@ -250,8 +249,6 @@ ENCODINGS = ("utf-8", "latin-1", "ascii")
 
 encodings = st.sampled_from(ENCODINGS)
 
-runner = CliRunner()
-
 
 @contextmanager
 def written(encoding: str, name: str = "stdout") -> Iterator[Callable[[], str]]:
@@ -329,9 +326,7 @@ SAMPLE = st.fixed_dictionaries(
 def test_samples_command_no_terminal(rows: list[Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "samples.jsonl"
     path.write_text("".join(json.dumps({"step": 1, **row}) + "\n" for row in rows))
-    done = runner.invoke(app, ["samples", str(path)])
-    assert done.exit_code == 0, done.output
-    assert is_shown(done.stdout)
+    assert is_shown(invoke("samples", path).stdout)
 
 
 @settings(max_examples=20)

@@ -9,16 +9,15 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnTrustRegion, check_objective
-from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import ObjectiveChecks
 from tepo_megatron.core.objective.gradient_weight import gradient_weights
 from tepo_megatron.trainer.protocol import check_plugins
+from tests.support.cli import invoke
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/own_objective"
@@ -158,34 +157,27 @@ def test_a_run_refuses_it_before_anything_is_started():
         check_plugins(load_run(None, [f"objective.preset={ROOT}/{EXAMPLE}/mean_of_means.yaml"]))
 
 
-def tepo(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
-
-
 def test_the_command_line_lists_shows_and_checks_ones_own(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    checked = tepo("objective", "check", f"{EXAMPLE}/my_objective.py", f"{EXAMPLE}/my_luspo.yaml", f"{EXAMPLE}/my_sapo.yaml")
-    assert checked.exit_code == 0, checked.output
+    checked = invoke("objective", "check", f"{EXAMPLE}/my_objective.py", f"{EXAMPLE}/my_luspo.yaml", f"{EXAMPLE}/my_sapo.yaml")
     assert checked.stdout.count(" 0 broken") == 5  # three kinds, each over grpo, and two presets
-    wrong = tepo("objective", "check", f"{EXAMPLE}/mean_of_means.yaml", "--json")
-    assert wrong.exit_code == 1
+    wrong = invoke("objective", "check", f"{EXAMPLE}/mean_of_means.yaml", "--json", code=1)
     rules = {each["rule"]: each["problem"] for each in json.loads(wrong.stdout)[0]["rules"]}
     assert "in one piece" in rules["micro-batches"]
-    listed = json.loads(tepo("objective", "list", f"{EXAMPLE}/my_sapo.yaml", f"{EXAMPLE}/my_objective.py", "--json").stdout)
+    listed = json.loads(invoke("objective", "list", f"{EXAMPLE}/my_sapo.yaml", f"{EXAMPLE}/my_objective.py", "--json").stdout)
     assert listed["presets"][f"{EXAMPLE}/my_sapo.yaml"]["objective"]["trust_region"]["kind"] == "gate"
     (plugin,) = listed["plugins"].values()
     assert {"field": "objective.trust_region.tau_negative", "default": "1.05", "meaning": "τ where A ≤ 0."} in plugin["fields"]
-    shown = tepo("objective", "show", f"{EXAMPLE}/my_sapo.yaml")
+    shown = invoke("objective", "show", f"{EXAMPLE}/my_sapo.yaml")
     assert "objective.trust_region.tau_positive" in shown.stdout
-    assert "objective.ratio.kind = geometric_mean" in tepo("objective", "show", f"{EXAMPLE}/my_objective.py").stdout
-    schema = tepo("config", "schema", "objective.trust_region", "--plugin", f"{EXAMPLE}/my_objective.py").stdout
+    assert "objective.ratio.kind = geometric_mean" in invoke("objective", "show", f"{EXAMPLE}/my_objective.py").stdout
+    schema = invoke("config", "schema", "objective.trust_region", "--plugin", f"{EXAMPLE}/my_objective.py").stdout
     assert 'kind = "gate"' in schema
     heavy = tmp_path / "heavy.py"
     heavy.write_text(
         (ROOT / EXAMPLE / "my_objective.py").read_text().replace("\nfrom typing", "\nimport torch\nfrom typing", 1)
     )
-    noted = tepo("objective", "check", str(heavy))
-    assert noted.exit_code == 0
+    noted = invoke("objective", "check", str(heavy))
     assert "note: " in noted.stdout
     assert "cannot be read without torch" in noted.stdout
 
@@ -202,8 +194,7 @@ def test_the_command_line_lists_shows_and_checks_ones_own(monkeypatch, tmp_path)
 )
 def test_what_the_command_line_cannot_use_is_one_sentence(words, message, monkeypatch):
     monkeypatch.chdir(ROOT)
-    done = tepo("objective", *words)
-    assert done.exit_code == 1
+    done = invoke("objective", *words, code=1)
     assert done.stderr.count("\n") == 1
     assert re.search(message, done.stderr)
 
@@ -216,13 +207,12 @@ def test_a_kind_whose_fields_have_no_default_is_tried_with_some(tmp_path):
         '    low: float\n    """A number."""\n    high: float\n    """Another."""\n'
         "    def surrogate(self, ratio_T, values):\n        return (self.low + self.high) * ratio_T * values.advantage_T\n"
     )
-    assert tepo("objective", "check", str(path)).exit_code == 0
+    invoke("objective", "check", str(path))
     path.write_text(
         path.read_text() + '    @model_validator(mode="after")\n    def ordered(self):\n        if self.low >= self.high:\n'
         '            raise ValueError("low must be below high")\n        return self\n'
     )
-    refused = tepo("objective", "check", str(path))
-    assert refused.exit_code == 1
+    refused = invoke("objective", "check", str(path), code=1)
     assert "low must be below high); write a preset's file that gives its fields values, and check that" in refused.stderr
 
 
@@ -265,9 +255,9 @@ def test_the_range_shows_where_a_bound_begins(preset):
 
 @pytest.mark.parametrize(("preset", "labels"), [("tepo_markov", 2), ("tepo", 3)])
 def test_the_plot_has_the_first_curve_on_top(preset, labels):
-    drawn = json.loads(tepo("objective", "show", preset, "--json").stdout)["gradient_weights"]
+    drawn = json.loads(invoke("objective", "show", preset, "--json").stdout)["gradient_weights"]
     assert list(drawn) == ["A = 1", "A = −1", "A = 1, the entropy falls"][:labels]
-    lines = tepo("objective", "show", preset).stdout.splitlines()
+    lines = invoke("objective", "show", preset).stdout.splitlines()
     rows = [line.split("│")[1] for line in lines if "│" in line]
     values = [0.0, *(value for curve in drawn.values() for value in curve)]
     high, low, first = max(values), min(values), drawn["A = 1"]
@@ -278,8 +268,7 @@ def test_the_plot_has_the_first_curve_on_top(preset, labels):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_show_prints_every_field_with_value_and_meaning(preset):
-    result = tepo("objective", "show", preset)
-    assert result.exit_code == 0
+    result = invoke("objective", "show", preset)
     words = result.stdout.split()
     for path, value in _leaves(ObjectiveConfig(preset=preset).model_dump(), "objective"):
         said = "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -298,7 +287,6 @@ def _leaves(section, path):
 
 def test_show_draws_a_png(tmp_path):
     png = tmp_path / "new" / "sapo.png"
-    result = tepo("objective", "show", "sapo", "--png", str(png))
-    assert result.exit_code == 0
+    result = invoke("objective", "show", "sapo", "--png", str(png))
     assert f"wrote {png}" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")

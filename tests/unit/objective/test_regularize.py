@@ -114,7 +114,6 @@ def gradient(logits: Tensor) -> Tensor:
 def slope_of(logits: Tensor, action: int) -> float:
     """The package's, which the mask ``first_order`` reads."""
     scores = logprob_and_entropy(logits.unsqueeze(0), torch.tensor([action]), entropy_slope=True)
-    assert scores.entropy_slope is not None
     return scores.entropy_slope.item()
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import Plan, check_placement, make_plan
 from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
+from tests.support.cli import invoke
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
@@ -264,19 +263,15 @@ def test_flops_of_a_token_are_those_that_torch_counts() -> None:
 
 
 def test_the_command_prints_tables_or_json_and_fails_with_the_sentence() -> None:
-    runner = CliRunner()
-    shown = runner.invoke(app, ["plan", QWEN])
-    assert shown.exit_code == 0, shown.output
-    assert "7,615,616,512 parameters" in shown.stdout
-    as_json = json.loads(runner.invoke(app, ["plan", QWEN, "--json"]).stdout)
+    assert "7,615,616,512 parameters" in invoke("plan", QWEN).stdout
+    as_json = json.loads(invoke("plan", QWEN, "--json").stdout)
     assert as_json["parameters_per_rank"] == [3_807_910_400]
     assert sum(as_json["memory_per_rank"][0].values()) == 2 * as_json["memory_per_rank"][0]["total"]
-    refused = runner.invoke(app, ["plan", QWEN, "cluster.gpu_memory_gib=40"])
-    assert refused.exit_code == 1
+    refused = invoke("plan", QWEN, "cluster.gpu_memory_gib=40", code=1)
     assert "Memory of a training rank" in refused.stdout
     assert "error: the run does not fit: a training rank needs" in refused.stderr
-    impossible = runner.invoke(app, ["plan", LLAMA, "cluster.train_nodes=7"])
-    assert (impossible.exit_code, impossible.stdout) == (1, "")
+    impossible = invoke("plan", LLAMA, "cluster.train_nodes=7", code=1)
+    assert impossible.stdout == ""
     assert "which tp × pp × cp = 8 × 4 × 1 = 32 does not divide; use 4 or 8 nodes" in impossible.stderr
 
 

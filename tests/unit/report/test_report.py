@@ -20,14 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from typer.testing import CliRunner
 
 from tepo_megatron.cli import after_run as command
-from tepo_megatron.cli.main import app
 from tepo_megatron.run.metrics import TokenSamples, token_file
 from tepo_megatron.tools.report import SCRIPTS, write_report
 from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, flat, run_groups
 from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack, read_samples
+from tests.support.cli import invoke
 from tests.support.report_runs import HOSTILE, made_up_tokens, write_run
 
 
@@ -265,13 +264,11 @@ def test_what_is_chosen_lies_evenly_over_the_steps(take: int) -> None:
         assert max(after - before for before, after in pairwise(found)) <= 2.1 * 89 / (take - 1) + 1
 
 
-runner = CliRunner()
 WEB = Path(command.__file__).parents[1] / "tools" / "report" / "web"
 
 
 def data(page: Path, name: str) -> Any:
     found = re.search(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page.read_text())
-    assert found is not None
     return json.loads(gzip.decompress(base64.b64decode(found[1])))
 
 
@@ -289,7 +286,6 @@ def test_nothing_in_the_page_is_run_or_loaded_but_its_own_script(tmp_path: Path)
     assert any(group["prompt"] == HOSTILE for group in groups)
     assert any(response.get("text") == HOSTILE for group in groups for response in group["responses"])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
-    assert policy is not None
     assert policy[1].startswith("default-src 'none';")
     for kind in ("script", "style"):
         (only,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.S)
@@ -348,16 +344,13 @@ def test_a_run_of_90_steps_with_3000_samples_is_under_5_mb(tmp_path: Path) -> No
 
 def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", steps=2)
-    done = runner.invoke(app, ["report", str(folder)])
-    assert done.exit_code == 0, done.output
+    assert "1 run, 40 samples" in invoke("report", folder).stdout
     assert (folder / "report.html").is_file()
-    assert "1 run, 40 samples" in done.stdout
     monkeypatch.chdir(tmp_path)
-    done = runner.invoke(app, ["report", str(folder), str(folder), "--samples", "0", "--json"])
+    done = invoke("report", folder, folder, "--samples", 0, "--json")
     size = (tmp_path / "report.html").stat().st_size
     assert json.loads(done.stdout) == {"path": "report.html", "bytes": size, "runs": 1, "samples": 0, "goes_on": False}
-    done = runner.invoke(app, ["report", str(tmp_path / "nothing")])
-    assert (done.exit_code, "holds no run" in done.stderr) == (1, True)
+    assert "holds no run" in invoke("report", tmp_path / "nothing", code=1).stderr
 
 
 def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +368,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             seen.append((seconds, data(page, "figures")["refresh"]))
 
     monkeypatch.setattr("tepo_megatron.cli.after_run.time.sleep", sleep)
-    done = runner.invoke(app, ["report", str(folder), "--watch", "7"])
-    assert done.exit_code == 0, done.output
+    done = invoke("report", folder, "--watch", 7)
     assert seen == [(7, 7), (7, 7)]
     assert done.stderr == f"waits for a run in {folder}\n"
     assert data(page, "figures")["refresh"] == 0

@@ -110,7 +110,6 @@ def test_nothing_stays_when_the_command_is_killed_or_the_starter_is_gone(
     if command_dies:
         os.kill(left.command, signal.SIGKILL)
     else:
-        assert left.process.stdin is not None
         left.process.stdin.close()
     left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
@@ -129,7 +128,6 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_a
     assert left.all_there()
     with supervised(["sleep", "600"]) as following:
         assert eventually(left.nothing_stays)
-        assert following.stdin is not None
         following.stdin.close()
 
 
@@ -171,7 +169,6 @@ time.sleep(600)
 def test_the_folder_of_a_trainer_that_was_killed_goes_when_its_ranks_are_gone(tmp_path: Path) -> None:
     """Of the process that starts the ranks, which are in sessions of their own and know the folder."""
     parent = subprocess.Popen([sys.executable, "-c", MAKES_A_FOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     folder, rank = parent.stdout.readline().split()
     try:
         assert sweep(tmp_path) == []

@@ -132,7 +132,6 @@ def test_vllm_still_closes_first() -> None:
         pytest.skip("vllm is not installed")
     source = (Path(found.submodule_search_locations[0]) / "v1" / "engine" / "async_llm.py").read_text()
     body = re.search(r"    def shutdown\(.*?(?=\n    def )", source, re.S)
-    assert body is not None
     assert 0 < body[0].index("engine_core.shutdown(") < body[0].index("cancel_task_threadsafe("), (
         "_stop_waiting_first is not needed any more"
     )

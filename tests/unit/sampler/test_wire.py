@@ -118,7 +118,6 @@ def test_records_that_fit_are_read_as_the_model_has_them(dtype: Any) -> None:
     sent = np.arange(12).reshape(3, 2, 2) % 4
     result = read(sent.astype(dtype), ([1, 2], [7, 4, 15]), has_experts=True, has_mask=True)
     assert result.sampling_mask == SamplingMask([1, 2], [7, 4, 15])
-    assert result.routed_experts is not None
     assert result.routed_experts.dtype == np.uint8
     np.testing.assert_array_equal(result.routed_experts, sent)
 
@@ -185,7 +184,6 @@ def test_a_response_of_turns_is_what_each_side_wrote(turns: list[tuple[bool, int
         routes = np.full((len(ids), 1, 1), weights, np.uint8) if routed else None  # of all tokens but the last
         drawn = Response(new, [-0.5] * size, "stop", WeightsVersion(weights), routes)
         response = join_parts(response, drawn)
-    assert response is not None
     assert response.response_ids.tolist() == ids
     assert response.logprobs.tolist() == logprobs
     assert (response.loss_mask is None) == all(mask)
@@ -194,5 +192,4 @@ def test_a_response_of_turns_is_what_each_side_wrote(turns: list[tuple[bool, int
     assert [(at, version.step) for at, version in response.versions] == spans
     assert response.finish_reason == "stop"
     if routed:
-        assert response.routed_experts is not None
         assert response.routed_experts[:, 0, 0].tolist() == drawn_by

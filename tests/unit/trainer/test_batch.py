@@ -150,10 +150,8 @@ def test_routes_stay_with_their_tokens_and_have_none_for_the_last_of_a_sequence(
     records = [np.arange(6, dtype=np.uint8).reshape(3, 1, 2), np.array([[[6, 7]]], np.uint8)]
     batch = pack([replace(each, routed_experts=routes) for each, routes in zip(sampled, records, strict=True)])
     none, routes_T = [[255, 255]], batch.routed_experts_T
-    assert routes_T is not None
     assert routes_T.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]], none, [[6, 7]], none]
     chosen_tLk = cut(batch.select([1, 0]), 11, ONE_RANK).chosen_tLk
-    assert chosen_tLk is not None
     assert chosen_tLk.tolist() == [[[6, 7]], none, [[0, 1]], [[2, 3]], [[4, 5]], *[none] * 6]
 
 
@@ -179,14 +177,12 @@ def test_sampling_masks_stay_with_their_labels(sampled: list[Rollout], extra: in
     batch = pack(sampled)
     selected = batch.select(data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1)))
     for part in (batch, selected):
-        assert part.sampling_mask_T is not None
         rows = part.sampling_mask_T.padded().tolist()
         assert_masks_stand_at_labels(rows, part.labels_T.tolist(), part.loss_mask_T.tolist())
     for cp in (1, 2):
         size = -(-(padded_tokens(selected.lengths_S.tolist(), cp) + extra) // (2 * cp)) * 2 * cp
         for rank in range(cp):
             share = cut(selected, size, replace(ONE_RANK, world=cp, rank=rank, cp=cp, cp_rank=rank))
-            assert share.kept_tK is not None
             assert_masks_stand_at_labels(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist())
 
 

@@ -103,7 +103,6 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
     with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent") as caught:
         carry_out(plan, sources, found, limit=limit, boxes=boxes)
     named = re.search(r"'(\S+)' \(sent ([0-9a-f]{16}), arrived ([0-9a-f]{16})\) from rank (\d+)", str(caught.value))
-    assert named is not None
     assert named[2] != named[3]
     wrong = [name for name, wanted in expected[victim].items() if not torch.equal(wanted.float(), found[victim][name])]
     assert wrong == [named[1]]

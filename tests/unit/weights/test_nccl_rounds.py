@@ -146,7 +146,6 @@ class FakeProcessGroup:
         self.call.operations.append(operation)
 
     def _end_coalescing(self, device: torch.device) -> GroupCall:
-        assert self.call is not None
         assert self.call.operations, "an empty group call has no work"
         call, self.call = self.call, None
         self.fabric.connect(self.rank, call, self.aborted)

@@ -13,15 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tepo_megatron.cli.main import app
 from tepo_megatron.plan.time import Links
 from tepo_megatron.weights import reshard
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, pipeline_stages, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
+from tests.support.cli import invoke
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.transfers import blank, setting
 
@@ -223,9 +222,7 @@ def test_a_shared_gpu_a_shared_node_and_the_network() -> None:
 def test_the_command_prints_what_a_70b_model_moves(tmp_path: Path) -> None:
     """A server's ranks hold the model once, but every one of them all norms: two a layer and the last."""
     command = "reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8 --json --save"
-    done = CliRunner().invoke(app, [*command.split(), str(tmp_path / "plan.json")])
-    assert done.exit_code == 0, done.output
-    printed = json.loads(done.output)
+    printed = json.loads(invoke(*command.split(), tmp_path / "plan.json").output)
     (link,) = printed["links"]
     assert link["total"] == 2 * 4 * (70_553_706_496 + 7 * 161 * 8192)
     assert link["pairs"] == 4 * 8 * 4, "each worker hears from one rank of each stage"
@@ -243,6 +240,4 @@ def test_the_command_prints_what_a_70b_model_moves(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_refuses_what_cannot_be(options: str, message: str) -> None:
-    done = CliRunner().invoke(app, ["reshard", "plan", *options.split()])
-    assert done.exit_code == 1
-    assert message in done.output
+    assert message in invoke("reshard", "plan", *options.split(), code=1).output
