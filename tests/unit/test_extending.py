@@ -48,7 +48,6 @@ def cells(document: str) -> set[str]:
 
 
 PLACES = {
-    "tests/unit/weights/test_architecture.py": "CONFIGS",
     "tests/support/random_models.py": "MODELS",
     "tests/unit/trainer/test_te_layouts.py": "MODELS",
 }
