@@ -47,10 +47,7 @@ def cells(document: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
-PLACES = {
-    "tests/support/random_models.py": "MODELS",
-    "tests/unit/trainer/test_te_layouts.py": "MODELS",
-}
+PLACES = {"tests/support/random_models.py": "MODELS", "tests/unit/trainer/test_te_layouts.py": "MODELS"}
 """Where a line for each architecture must be: file → the name there."""
 
 
