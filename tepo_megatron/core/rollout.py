@@ -165,6 +165,10 @@ def _token_logprobs(values: ArrayLike) -> Logprobs:
     return logprobs
 
 
+def _spans(versions: Spans | WeightsVersion) -> Spans:
+    return ((0, versions),) if isinstance(versions, WeightsVersion) else tuple(versions)
+
+
 def _read_only(routes: Routes | None) -> Routes | None:
     if routes is not None:
         if routes.ndim != 3 or routes.dtype not in (np.uint8, np.int16):
@@ -192,7 +196,7 @@ _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "prompt_ids": token_ids,
     "logprobs": _token_logprobs,
     "sampler_logprobs": _token_logprobs,
-    "versions": lambda versions: ((0, versions),) if isinstance(versions, WeightsVersion) else tuple(versions),
+    "versions": _spans,
     "routed_experts": _read_only,
     "reward_parts": dict,
 }

@@ -1,4 +1,4 @@
-"""Checks before a run starts, which raise ValueError: ``tepo train`` stops at the first, ``tepo doctor`` reports all."""
+"""Checks before a run, which raise ValueError: ``tepo train`` stops at the first failure, ``tepo doctor`` reports all."""
 
 from __future__ import annotations
 

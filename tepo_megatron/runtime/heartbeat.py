@@ -207,7 +207,9 @@ class _Observed:
 
 @contextlib.contextmanager
 def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[None]:
-    """Kills a rank that hangs by its heartbeats in ``status`` (None: no watch), after a report. Its starter ends the others."""
+    """Kills a rank that hangs by its heartbeats in ``status`` (None: no watch), after a report to ``logs/hang-….txt`` beside
+    it. Its starter ends the others.
+    """
     if status is None:
         yield
         return

@@ -88,9 +88,9 @@ def _free_shared_memory() -> int:
 
 def _numbers(file: Path, *names: str) -> Iterator[int]:
     with suppress(OSError):
-        for name, number, *_ in map(str.split, file.read_text().splitlines()):
-            if name in names:
-                yield int(number)
+        for words in map(str.split, file.read_text().splitlines()):
+            if len(words) > 1 and words[0] in names:
+                yield int(words[1])
 
 
 def _threads_left(proc: Path) -> Iterator[int]:

@@ -47,7 +47,7 @@ class StopRequested(KeyboardInterrupt):
 
 
 def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signal.Signals, ...]:
-    """Leaves out what the starter ignores, as ``nohup`` does SIGHUP, but SIGUSR1: a job's script ignores it but for ranks."""
+    """Leaves out what the starter ignores, as ``nohup`` does SIGHUP, but SIGUSR1: job scripts ignore it for all but ranks."""
     return tuple(item for item in numbers if item == signal.SIGUSR1 or signal.getsignal(item) is not signal.SIG_IGN)
 
 

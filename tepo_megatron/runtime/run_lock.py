@@ -30,7 +30,7 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class _Holder:
-    """``kernel``: where flock is certain; ``born``: its start in kernel ticks (0: unknown); ``life``: Slurm's requeues."""
+    """``kernel``: where flock is certain; ``born``: process start in kernel ticks (0: unknown); ``life``: Slurm's requeues."""
 
     host: str
     pid: int

@@ -115,7 +115,7 @@ def _is_open(number: int) -> bool:
 
 
 def outlive_readers() -> None:
-    """Printing never fails from now on: work must not end because ``head`` has ended, a terminal is gone, or a disk is full."""
+    """Printing never fails from now on: work must not end because ``head`` ended, a terminal is gone or the log's disk full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):

@@ -95,7 +95,9 @@ def locate_user_module(name: str, what: str) -> str:
 
 
 def load_user_module(name: str, what: str) -> _UserModule:
-    """Imports a file, by exactly the digest's bytes, or an installed module. Searches no neighbours and no current folder."""
+    """Imports a file, by exactly the digest's bytes, or an installed module. Searches neither its
+    neighbours nor the current folder.
+    """
     place = locate_user_module(name, what)
     try:
         return _import_bytes(Path(place)) if place.endswith(".py") else _import_installed(place)

@@ -241,7 +241,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of user code, with sentences for excess. ``what`` names the code; ``section``, of the configuration, has them."""
+    """Limits of user code, with sentences for excess. ``what``: the code; ``section``: the configuration's with the limits."""
 
     what: str
     section: str

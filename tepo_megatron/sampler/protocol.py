@@ -96,7 +96,9 @@ class WeightReceiver(Protocol):
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all even on an error: the ranks gather them."""
+        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all even on an error, as the ranks gather
+        them together.
+        """
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
         """Ranks other than 0 call ``sender.update_as_non_root``."""

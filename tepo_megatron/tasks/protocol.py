@@ -82,7 +82,9 @@ class Task(Protocol):
         return samples
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
-        """Returns a function that answers ``problems``, given their prompts in order. ``settings``: of ``generate``."""
+        """Returns a function that answers ``problems``, given their prompts in order. ``settings``: of
+        :meth:`Sampler.generate`.
+        """
         return generate
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:

@@ -167,6 +167,9 @@ class ReshardPlan:
     def world_size(self) -> int:
         return self.num_sources + self.num_destinations
 
+    def is_local(self, move: Move) -> bool:
+        return self.local.get(move.destination) == move.source
+
     def sends(self, source: int) -> tuple[Move, ...]:
         return tuple(move for move in self.moves if move.source == source)
 
@@ -177,7 +180,7 @@ class ReshardPlan:
         """Returns (source, destination) → bytes between devices, or with ``local`` within one."""
         total = Counter[tuple[int, int]]()
         for move in self.moves:
-            if (self.local.get(move.destination) == move.source) == local:
+            if self.is_local(move) == local:
                 total[move.source, move.destination] += move.numel * itemsize
         return total
 

@@ -46,7 +46,9 @@ _Part = tuple[_BoxRequest, int, int, int]  # request, source rank, first row, en
 def reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: Mapping[int, int] | None = None
 ) -> ReshardPlan:
-    """Returns the proved plan from trainer to servers; caches 8. Raises ValueError if ``local`` or the model does not fit."""
+    """Returns the proved plan from a trainer to all servers' workers; caches 8. Raises ValueError for ranks that ``local`` or
+    the model do not fit.
+    """
     return _reshard_plan(spec, source, destination, tuple(sorted((local or {}).items())))
 
 

@@ -19,9 +19,9 @@ def write_jsonl(path: Path, rows: Rows) -> str:
 
 
 def write_csv(path: Path, rows: Rows, delimiter: str = ",") -> str:
-    """With a header, as a spreadsheet saves it."""
+    """With a header; with semicolons as a spreadsheet saves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
+    with path.open("w", newline="", encoding="utf-8-sig" if delimiter == ";" else "utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)

@@ -32,9 +32,9 @@ def processes_naming(words: object) -> list[str]:
 
 def eventually(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + TIMEOUT_S
-    while not condition() and time.monotonic() < deadline:
+    while not (done := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return done
 
 
 def gone(pid: int) -> bool:

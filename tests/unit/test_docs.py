@@ -187,7 +187,7 @@ def test_one_range_of_pythons_is_stated_everywhere() -> None:
 
 
 def test_the_number_of_cpu_patches_is_the_decisions() -> None:
-    from tepo_megatron.trainer.megatron.parallel import Platform
+    from tepo_megatron.trainer.megatron.parallel.platform import Platform
 
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
     number = words[len(Platform.cpu_patches())]

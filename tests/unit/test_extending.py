@@ -64,7 +64,8 @@ def test_an_architecture_is_in_every_test_and_table(architecture: str) -> None:
 
 def test_the_list_for_an_architecture_names_every_place() -> None:
     listed = section("docs/reference/models.md", "Add an architecture")
-    for path in ("weights/architecture.py", "weights/table.py", "trainer/megatron/model/model.py", "README.md", *PLACES):
+    code = ("weights/architecture.py", "weights/table.py", "trainer/megatron/model/model.py", "README.md")
+    for path in (*code, "tests/unit/weights/test_architecture.py", *PLACES):
         assert f"`{path}`" in listed
 
 

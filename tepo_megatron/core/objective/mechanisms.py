@@ -13,7 +13,7 @@ from torch import Tensor
 from tepo_megatron.config.objective.choices import ClipCov, TrustRegion
 from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.objective.terms import KLCov, KLMask, KLTerm, OffPolicySequenceMask, Rejection, SecondMomentMask
+from tepo_megatron.config.objective.terms import KL, KLCov, KLMask, KLTerm, OffPolicySequenceMask, Rejection, SecondMomentMask
 from tepo_megatron.core.objective.ratio import over_sequence
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 
@@ -44,6 +44,10 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
     return term.coefficient * (value_T * values.delta_T.exp() if term.weight == "importance" else value_T)
+
+
+def _kl(term: KL, _: StepValues) -> _Mechanism:
+    return _Mechanism(lambda values: None, partial(_kl_penalty, term))
 
 
 def _kl_cov(term: KLCov, step: StepValues) -> _Mechanism:
@@ -153,7 +157,7 @@ def _custom_penalty(term: OwnPenalty, step: StepValues) -> _Mechanism:
 
 MECHANISMS: Mapping[str, Callable[[Any, StepValues], _Mechanism | None]] = {
     "kl_mask": _kl_mask,
-    "kl": lambda term, _: _Mechanism(lambda values: None, partial(_kl_penalty, term)),
+    "kl": _kl,
     "kl_cov": _kl_cov,
     "trust_region": _clip_cov,
     "rejection": _rejection,

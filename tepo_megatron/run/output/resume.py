@@ -86,7 +86,9 @@ def resumes(config: RunConfig) -> bool:
 
 
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
-    """Reads no shards and needs no torch. Raises ValueError if none is whole and of this run and model, or the run is over."""
+    """Reads no shards and needs no torch. Raises ValueError if none is whole, the newest whole one is
+    of another run or model, or the run is over.
+    """
     return _accepted(config, model_dir, _first_whole(_candidates(config), read_state))
 
 

@@ -75,7 +75,9 @@ class RolloutCollector:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """The same for a repeated step. Raises RuntimeError for too few groups or responses, ServerDied if servers are gone."""
+        """The same rollouts for a repeated step. Raises RuntimeError for too few groups or responses, ServerDied if required
+        servers are gone.
+        """
         if self._collected_step != step:
             self.drawn, self._collected_step = self._collect(step), step
         self.rollouts = self._rewards.leave_out(self.drawn)

@@ -1,4 +1,4 @@
-"""Samples and scores a buffer's groups, each response at once; only the main thread revives servers and sends weights."""
+"""Samples and scores a buffer's groups, a finished response at once; only the main thread revives servers and sends weights."""
 
 from __future__ import annotations
 

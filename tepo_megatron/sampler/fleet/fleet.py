@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 
 class Fleet(ServerPool, Sampler):
-    """``"external"`` servers are left running; ``"colocated"`` sleep after start, revival and update, until :meth:`wake_up`."""
+    """By placement: ``"external"`` servers are left running; ``"colocated"`` ones sleep after start, revival and update, until
+    :meth:`wake_up`.
+    """
 
     @property
     def weights_version(self) -> WeightsVersion | None:

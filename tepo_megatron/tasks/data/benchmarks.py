@@ -117,7 +117,7 @@ def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """``benchmarks.yaml`` explains fields. ``prompt``, ``answer`` may be functions of the row; ``more`` returns metadata."""
+    """``benchmarks.yaml`` explains its fields. ``prompt``, ``answer`` may be functions of the row; ``more``: more metadata."""
 
     title: str
     repository: str

@@ -16,10 +16,14 @@ from tepo_megatron.tasks.data.rows import DataFiles, DataRow
 from tepo_megatron.tasks.data.stack_machine import NUM_HELDOUT, problems_with_trees
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
+_HELDOUT_SUMS = 200
+
 
 @cache
 def _sums() -> list[Problem]:
-    """Sorted by digest, as random generators may change between versions: any first n are a fair sample."""
+    """``37+58=`` is answered ``7+8=15 3+5+1=9 95``, with a carry of 0 too. Sorted by digest, as random generators may change
+    between versions: any first n are a fair sample.
+    """
     sums = (Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10, 100) for b in range(10, 100))
     return sorted(sums, key=lambda problem: sha256(problem.id.encode()).digest())
 
@@ -33,8 +37,8 @@ def _guess_number(name: str, rounds: int) -> list[Problem]:
 
 
 _BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
-    "addition": lambda: _sums()[NUM_HELDOUT:],
-    "addition-heldout": lambda: _sums()[:NUM_HELDOUT],
+    "addition": lambda: _sums()[_HELDOUT_SUMS:],
+    "addition-heldout": lambda: _sums()[:_HELDOUT_SUMS],
     "guess-number": partial(_guess_number, "game", 20),
     "guess-number-heldout": partial(_guess_number, "heldout", 4),
     "stack-machine": lambda: [problem for problem, _ in problems_with_trees()[NUM_HELDOUT:]],

@@ -43,7 +43,7 @@ class DataFiles:
 
     @classmethod
     def find(cls, path: Path, split: str | None = None) -> DataFiles:
-        """Takes a file, a folder of ``save_to_disk``, or one with ``data/train-00000-of-00002.parquet``. Raises ValueError."""
+        """Takes a file, a folder of ``save_to_disk``, or one of ``data/SPLIT-00000-of-00002.parquet``. Raises ValueError."""
         splits = cls.splits(path)
         if split is None and len(splits) > 1:
             raise ValueError(

@@ -16,7 +16,7 @@ _TESTS = 6
 
 @cache
 def problems_with_trees() -> tuple[tuple[Problem, Tree], ...]:
-    """Drawn from digests: random generators may change between versions."""
+    """Drawn from digests, as random generators may change between versions: any first n are a fair sample."""
     drawn_by_text: dict[str, tuple[Problem, Tree]] = {}
     number = 0
     while len(drawn_by_text) < NUM_HELDOUT + NUM_TRAIN:

@@ -287,7 +287,9 @@ class _Turn:
 
 @dataclass(eq=False)
 class AgentSession:
-    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`); one event loop. A refusal fails it."""
+    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`); one event loop. A refusal fails
+    the episode.
+    """
 
     history: Literal["fail", "restart"]
     tool_calls: str

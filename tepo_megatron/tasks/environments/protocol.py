@@ -74,7 +74,9 @@ async def awaited(value: Any) -> Any:
 
 
 class Strangers:
-    """Connections without a key so far. Beyond ``most`` the oldest closes: nobody takes all threads or files. Thread-safe."""
+    """Connections without a key so far. Beyond ``most`` the oldest closes: nobody takes all threads and open files.
+    Thread-safe.
+    """
 
     def __init__(self, most: int = 64) -> None:
         self._most, self._lock = most, threading.Lock()

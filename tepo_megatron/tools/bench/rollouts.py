@@ -69,7 +69,7 @@ class RolloutSetting:
         return seconds | {name: value * responses / some for name, value in _older(some, length).items()}
 
     def report(self, draws: Sequence[Mapping[str, Any]], rank0: Mapping[str, float]) -> Report:
-        """``draws`` are of server and offline engine, by repeat. ``shares``: CPU seconds per second, by kind of process."""
+        """``draws``: server's and offline engine's; lists: by repeat. ``shares``: CPU seconds per second, by process."""
         ours, offline = draws
         rates = [[tokens / s for tokens, s in zip(side["tokens"], side["seconds"], strict=True)] for side in draws]
         ratio = median_and_range([a / b for a, b in zip(*rates, strict=True)])

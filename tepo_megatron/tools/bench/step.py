@@ -114,7 +114,7 @@ class StepSetting:
         return list(rows.values())
 
     def draw_lengths(self, ratio: float) -> list[int]:
-        """Returns lognormal lengths in tokens, the longest ``ratio`` times the mean. Raises ValueError if impossible."""
+        """Returns lognormal quantiles, tokens with prompt, in random order; the longest: ``ratio`` means. Raises ValueError."""
         count = self.sequences
         if count % _GROUP:
             raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")

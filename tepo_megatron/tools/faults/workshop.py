@@ -210,10 +210,10 @@ SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the seco
 
 def make_rollouts(folder: Path, steps: int) -> Path:
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
-    rng = random.Random(0)
+    rng, sums = random.Random(0), load_problems("builtin:addition")
     for step in range(steps):
         rollouts = []
-        problems = random.Random(step).sample(load_problems("builtin:addition"), 16)
+        problems = random.Random(step).sample(sums, 16)
         for number, problem in enumerate(problems):
             prompt, response = problems[number // 4 * 4].prompt, f"{problem.prompt}{problem.answer} {problem.answer}"
             ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])

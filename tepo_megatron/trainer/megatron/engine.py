@@ -20,16 +20,16 @@ from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.runtime.heartbeat import Heartbeat
-from tepo_megatron.trainer.megatron import parallel
 from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import check_config
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
 from tepo_megatron.trainer.megatron.model.model import choose_layers
 from tepo_megatron.trainer.megatron.model.routers import Routers
-from tepo_megatron.trainer.megatron.parallel import select_platform
+from tepo_megatron.trainer.megatron.parallel import platform
 from tepo_megatron.trainer.megatron.parallel.batch import broadcast
 from tepo_megatron.trainer.megatron.parallel.collectives import RootSignal, all_gather_json, broadcast_json
+from tepo_megatron.trainer.megatron.parallel.platform import select_platform
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
 from tepo_megatron.trainer.megatron.policy.checkpoints import Counters, MegatronCheckpoints
 from tepo_megatron.trainer.megatron.policy.offload import Offloader, Part
@@ -67,8 +67,8 @@ class Engine:
         self.layers = choose_layers(config.engine, self.platform)
         check_config(config, self.spec, on_gpu=self.platform.kind == "cuda")
         fp8.check_model(config.engine.fp8, self.spec, layout)
-        timeout = parallel.collective_timeout(config)
-        self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
+        timeout = platform.collective_timeout(config)
+        self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
         _check_same_plugins(config, self.platform.device)
         self.root_signal = RootSignal()
         self.heartbeat.start()
@@ -233,7 +233,7 @@ class Engine:
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
 
     def close(self) -> None:
-        parallel.destroy()
+        platform.destroy()
 
 
 def _check_same_plugins(config: RunConfig, device: torch.device) -> None:

@@ -20,10 +20,10 @@ from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers, one_length
-from tepo_megatron.trainer.megatron.parallel import Platform, Ranks
 from tepo_megatron.trainer.megatron.parallel.batch import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
+from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 
 _LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]  # (scalar to differentiate, values)

@@ -1,4 +1,4 @@
-"""Finds GPU software and hardware without imports or CUDA, and checks their abilities."""
+"""Finds GPU software and hardware without CUDA, and checks their abilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -29,23 +29,22 @@ class _BeforeMegatron(MetaPathFinder):
     Megatron-Core imports it wherever it is installed and survives an ImportError only. A missing or foreign torch part raises
     FileNotFoundError or OSError, which would end every run, those with ``engine.layers=local`` too.
 
-    Where torch has no CUDA, Megatron-Core's fused functions are not compiled: a CPU gains nothing, and ``torch.compile``
-    imports its compiler in every rank (2 s of a core, 70 MB).
+    Where torch has no CUDA, Megatron-Core's functions are not compiled: a CPU gains nothing, and ``torch.compile`` imports its
+    compiler in every rank (2 s of a core, 70 MB).
     """
 
     problem: str | None = None
     """Why the Transformer Engine that is installed is not used."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != "megatron.core":
+        if fullname == "megatron.core":
+            self._try()
+        if fullname != "megatron.core.jit":
             return None
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # importlib iterates over the old list
-        self._try()
-        import torch
-
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None and torch.version.cuda is None:
-            spec.loader.exec_module = partial(_import_uncompiled, spec.loader.exec_module)  # type: ignore[method-assign]
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader.exec_module = partial(_execute_jit, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
     def _try(self) -> None:
@@ -60,16 +59,12 @@ class _BeforeMegatron(MetaPathFinder):
             sys.modules["transformer_engine"] = None  # type: ignore[assignment] # its imports raise ModuleNotFoundError
 
 
-def _import_uncompiled(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _execute_jit(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     import torch
 
-    compiled = torch.compile
-    setattr(torch, "compile", lambda function, **_: function)  # noqa: B010 # mypy knows torch.compile by its type
-    try:
-        execute(module)
-    finally:
-        setattr(torch, "compile", compiled)  # noqa: B010
-    module.jit.disable_jit_fuser()
+    execute(module)
+    if torch.version.cuda is None and torch.version.hip is None:
+        module.disable_jit_fuser()
 
 
 TRANSFORMER_ENGINE = _BeforeMegatron()

@@ -17,8 +17,8 @@ from torch import Tensor
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward
-from tepo_megatron.trainer.megatron.parallel import Ranks
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.protocol import UpdateResult
 

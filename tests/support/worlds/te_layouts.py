@@ -40,17 +40,17 @@ def differences(built: dict[str, tuple[int, ...]], table: dict[str, tuple[int, .
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    from tepo_megatron.trainer.megatron import parallel
     from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
-    from tepo_megatron.trainer.megatron.parallel import Platform
+    from tepo_megatron.trainer.megatron.parallel import platform
+    from tepo_megatron.trainer.megatron.parallel.platform import Platform
     from tepo_megatron.trainer.megatron.policy import named_weights
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
-        parallel.select_platform(EngineConfig(platform="cpu"))
+        platform.select_platform(EngineConfig(platform="cpu"))
     cuda = Platform("cuda", torch.device("cuda" if has_gpu else "cpu"), "nccl" if has_gpu else "gloo")
     here = cuda if has_gpu else Platform("cpu", torch.device("cpu"), "gloo")
-    ranks = parallel.initialize(RunConfig().engine.parallel, here, seed=0)
+    ranks = platform.initialize(RunConfig().engine.parallel, here, seed=0)
     if not has_gpu:
         pretend_a_hopper()
     found = {}
@@ -65,7 +65,7 @@ def main() -> None:
                 model = build_model(spec, config, ranks, Layers("te"))
             built = {key: tuple(value.shape) for key, value in named_weights([model]).items()}
             found[f"{name} {recipe}"] = differences(built, dict(table))
-    parallel.destroy()
+    platform.destroy()
     print(json.dumps(found))
 
 

@@ -272,7 +272,7 @@ def test_it_listens_on_loopback_alone() -> None:
         assert models.json()["data"][0]["id"] == "policy"
         assert "GET /nothing is not served here" in (await client.get("/nothing")).json()["error"]["message"]
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", client.base_url.port), timeout=10)
+            socket.create_connection(("127.0.0.2", int(client.base_url.port)), timeout=10)
 
     serve(scene)
 

@@ -188,10 +188,10 @@ def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same
 def test_the_database_of_mlflow_has_every_row_and_goes_on_in_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in ("mlflow", "sqlalchemy", "alembic"):
-        pytest.importorskip(package)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    for package in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(package)
     section = {"mlflow": {"experiment_name": "tepo", "tags": {"of": "tests"}}}
     folder = tmp_path / "out"
     rows = run_twice(folder, section)

@@ -26,11 +26,11 @@ RECIPES = ("none", "delayed", "tensorwise", "blockwise")
 def look(rank: int, world: int) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from tepo_megatron.trainer.megatron import parallel
+    from tepo_megatron.trainer.megatron.parallel import platform
 
     warnings.filterwarnings("ignore")
-    cpu = parallel.select_platform(EngineConfig(platform="cpu"))
-    ranks = parallel.initialize(RunConfig().engine.parallel, cpu, seed=0, timeout=timedelta(hours=2))
+    cpu = platform.select_platform(EngineConfig(platform="cpu"))
+    ranks = platform.initialize(RunConfig().engine.parallel, cpu, seed=0, timeout=timedelta(hours=2))
     with cpu.megatron():
         return {
             "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks, {}, {}).named_parameters()},

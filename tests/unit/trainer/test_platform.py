@@ -15,9 +15,9 @@ import torch
 
 from tepo_megatron.config import EngineConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.trainer.megatron import parallel as platform_cpu
 from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
-from tepo_megatron.trainer.megatron.parallel import collective_timeout
+from tepo_megatron.trainer.megatron.parallel import platform as platform_cpu
+from tepo_megatron.trainer.megatron.parallel.platform import collective_timeout
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
 

@@ -25,7 +25,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron import engine
 from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import fp8, model
-from tepo_megatron.trainer.megatron.parallel import Platform
+from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split, pipeline_stages_of
 
@@ -210,8 +210,8 @@ def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, 
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[:2] == [failure.replace("('", ": ").replace("')", ""), "None"]
-    assert result.stdout.splitlines()[2] in ("False False torch", "True True torch")  # without CUDA nothing is compiled
+    assert result.stdout.splitlines()[:-1] == [failure.replace("('", ": ").replace("')", ""), "None"]
+    assert result.stdout.splitlines()[-1] in ("False False torch", "True True torch")  # without CUDA nothing is compiled
 
 
 @pytest.mark.parametrize(

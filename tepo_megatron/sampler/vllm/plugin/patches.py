@@ -23,7 +23,7 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def sign_objects(key: str) -> None:
-    """Every member of a group calls it: workers exchange pickles by loopback ports, where another user could send code."""
+    """Every member of a group calls it: workers exchange pickles by ports without a key, where another user could send code."""
     from torch.distributed import distributed_c10d
 
     secret = hashlib.sha256(b"objects between workers " + key.encode()).digest()

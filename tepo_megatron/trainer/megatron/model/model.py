@@ -28,7 +28,7 @@ from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, TRANSFORMER_ENGINE, P
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
 from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options, one_length
-from tepo_megatron.trainer.megatron.parallel import Platform, Ranks
+from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
-from tepo_megatron.trainer.megatron.parallel import Platform, select_platform, split_world
+from tepo_megatron.trainer.megatron.parallel.platform import Platform, select_platform, split_world
 from tepo_megatron.weights.architecture import ModelSpec
 
 

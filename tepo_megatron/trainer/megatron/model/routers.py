@@ -20,8 +20,8 @@ from torch.nn.functional import linear
 
 from tepo_megatron.config import EngineConfig, MoeBalanceConfig, ParallelConfig
 from tepo_megatron.core.rollout import not_recorded
-from tepo_megatron.trainer.megatron.parallel import Platform, Ranks
 from tepo_megatron.trainer.megatron.parallel.batch import Share
+from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 _TopK = Callable[..., tuple[Tensor, Tensor]]

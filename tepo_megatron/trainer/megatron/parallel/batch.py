@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tepo_megatron.core.rollout import SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch, TokenScores
-from tepo_megatron.trainer.megatron.parallel import Ranks
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 
 _PIECE_BYTES = 2**28  # limits GPU memory: a step's routes are gigabytes
 _ON_HOST = ("routed_experts_T", "mask_counts", "mask_ids")
@@ -52,7 +52,9 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
 
 
 def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
-    """Makes lengths multiples of 2 · cp, by beginnings of the longest sequence: padding must set no maximum that scales FP8."""
+    """Makes lengths multiples of 2 · cp, by beginnings of the longest sequence: padding must not set the
+    maximum by which FP8 scales.
+    """
     lengths_S, multiple = batch.lengths_S, 2 * cp if cp > 1 else 1
     padded_S = (lengths_S + multiple - 1) // multiple * multiple
     longest = int(padded_S.argmax())

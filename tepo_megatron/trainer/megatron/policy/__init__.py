@@ -23,8 +23,8 @@ from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import load_weights, optimizer_options, plain_weights
 from tepo_megatron.trainer.megatron.model.lora import Lora, build_lora
 from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
-from tepo_megatron.trainer.megatron.parallel import Platform, Ranks
 from tepo_megatron.trainer.megatron.parallel.collectives import objects_as_json
+from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates, inner_optimizers
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
