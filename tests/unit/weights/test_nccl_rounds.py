@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,17 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
     assert cause == "time-out" or "did not finish" not in str(caught.value)
 
 
+def test_one_thread_of_a_rank_watches_all_rounds_and_ends_with_the_group() -> None:
+    case, boxes = Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}), groups(4, Fabric())
+    with mock.patch.object(threading.Thread, "start", autospec=True, side_effect=threading.Thread.start) as start:
+        assert_all_arrives(case, limit=64, alone=64, boxes=lambda _: boxes, updates=2)
+    watchers = [call.args[0] for call in start.call_args_list if call.args[0].name.startswith("watch-transfer")]
+    assert len(watchers) == 4
+    for box in boxes:
+        box.close()
+    assert not any(watcher.join(TIMEOUT_S) or watcher.is_alive() for watcher in watchers)
+
+
 def test_a_failure_within_a_round_closes_the_group_call() -> None:
     """NCCL counts open group calls by thread: the trainer's own communication comes next in this one."""
     made, store = FakeProcessGroup(Fabric(connected=True), 0), HashStore()
@@ -214,17 +226,9 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
         group.send(torch.zeros(1), 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "timeout_s", "message"),
-    [
-        ("late", 0.1, r"did not connect the weight-transfer group within 0.1 s"),
-        ("refused", TIMEOUT_S, "refused"),
-        ("left", TIMEOUT_S, "a member left while NCCL connected"),
-    ],
-)
-def test_connecting_ends_when_a_member_leaves_or_is_late(
-    kind: str, timeout_s: float, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["late", "refused", "left"])
+def test_connecting_ends_when_a_member_leaves_or_is_late(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = {"late": "the weight-transfer group within 0.1 s", "left": "a member left while NCCL connected"}.get(kind, kind)
     monkeypatch.setattr(nccl, "FAILURE_POLL_INTERVAL_S", 0.01)
     never, store = threading.Event(), HashStore()
 
@@ -237,6 +241,6 @@ def test_connecting_ends_when_a_member_leaves_or_is_late(
             never.wait(TIMEOUT_S)
 
     with pytest.raises((RuntimeError, OSError), match=message):
-        join(store, 0, 1, Hanging(Fabric(), 0), timeout_s)
+        join(store, 0, 1, Hanging(Fabric(), 0), 0.1 if kind == "late" else TIMEOUT_S)
     assert store.check(["left"])  # and the others know
     never.set()

@@ -37,6 +37,9 @@ class _NcclGroup:
         self._round: list[tuple[int, int]] | None = None
         self._pending: dict[tuple[int, int], Any] = {}
         self._failure: str | None = None
+        self._deadline = 0.0
+        self._in_call, self._closed = threading.Event(), False
+        self._watcher = threading.Thread(target=self._watch, name="watch-transfer", daemon=True)
         self.cancelled: Callable[[], bool] = lambda: False
 
     rounds = 0
@@ -57,20 +60,24 @@ class _NcclGroup:
         self._pending.update(dict.fromkeys(started, work))
 
     def _end_round(self) -> Any:
-        ended = threading.Event()
-        threading.Thread(target=self._watch_round, args=(ended,), name="watch-transfer-round", daemon=True).start()
+        if not self._watcher.ident:
+            self._watcher.start()
+        self._deadline = time.monotonic() + self._timeout_s
+        self._in_call.set()
         try:
             return self._group._end_coalescing(self._device)
         except RuntimeError as error:
             raise RuntimeError(f"NCCL could not start a round of messages: {self._failure or error}") from error
         finally:
-            ended.set()
+            self._in_call.clear()
 
-    def _watch_round(self, ended: threading.Event) -> None:
-        """NCCL blocks the call until both ranks are in the round."""
-        deadline = time.monotonic() + self._timeout_s
-        while not ended.wait(FAILURE_POLL_INTERVAL_S):
-            if reason := self._failure_reason(deadline):
+    def _watch(self) -> None:
+        """NCCL blocks a group call until both ranks are in the round."""
+        while self._in_call.wait():
+            time.sleep(FAILURE_POLL_INTERVAL_S)
+            if self._closed:
+                return
+            if self._in_call.is_set() and (reason := self._failure_reason(self._deadline)):
                 self._failure = reason
                 self._abort()
                 return
@@ -113,7 +120,8 @@ class _NcclGroup:
 
     def close(self) -> None:
         announce_departure(self._rendezvous.store)
-        self._pending = {}
+        self._pending, self._closed = {}, True
+        self._in_call.set()  # the watcher ends
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
         aborting.start()
         aborting.join(_ABORT_GRACE_S)
