@@ -26,6 +26,8 @@ _COMMUNICATOR = 0.35 * GIB  # NCCL's buffers per group: an assumption
 
 _VLLM_ASLEEP = 3 * GIB  # an assumption; vLLM's own test allows up to 7 GiB
 
+_IPC_SLOTS = GIB / 8  # at most, for the weights from a training rank; ``weights/transfer/move.py``
+
 BATCH_BYTES_PER_TOKEN = 29  # tokens and labels 8 each, mask 1; three log-probs or entropies 4 each
 
 _FP8_COPIES = 2  # by rows and by columns
@@ -181,7 +183,7 @@ class TrainingRanks:
             transient=transient,
             communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
             context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if on_gpu(config) else 0,
-            server=_VLLM_ASLEEP if is_colocated(config) else 0,
+            server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if is_colocated(config) else 0,
         )
 
     def _communicators(self) -> int:

@@ -25,7 +25,7 @@ from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tepo_megatron.weights.transfer.transport import connect, listen
-from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
+from tepo_megatron.weights.transfer.transports.gloo import TRANSPORT, GlooGroup
 
 _HOST, _TIMEOUT_S = "127.0.0.1", 120.0
 _OURS, _RAW, _GATHER = "shard to shard", "raw point-to-point copy", "gather and broadcast"
@@ -103,7 +103,8 @@ class _Rank:
             else:
                 param.fill_(1.0)
         plan = self.plan
-        self._queues = move.queues(move.move_ends(plan, rank), itemsize=self._dtype.itemsize, limit=move.message_bytes(plan))
+        limit = move.message_bytes(plan, TRANSPORT.staging_bytes)
+        self._queues = move.queues(move.move_ends(plan, rank), itemsize=self._dtype.itemsize, limit=limit)
         world = list(range(plan.num_sources + plan.num_destinations))
         pairs = _group(world, rank)
         assert pairs is not None

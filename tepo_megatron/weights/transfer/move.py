@@ -26,10 +26,10 @@ _MAX_NAMED = 8
 _Direction = Literal["sending", "receiving"]
 
 
-STAGING_BYTES = 64 * 2**20  # of a rank, for messages under way to all peers
+_LARGEST_MESSAGE = 64 * 2**20  # more would only delay what is packed or unpacked meanwhile
 
 SINGLE_SEGMENT_BYTES = 256 * 2**10
-"""From this size segments travel alone, without a copy if contiguous."""
+"""From this size segments travel alone between host memories, without a copy if contiguous."""
 
 _FP32_BYTES = 4
 
@@ -103,39 +103,44 @@ def move_ends(plan: ReshardPlan, rank: int) -> list[MoveEnd]:
     return ends
 
 
-def message_bytes(plan: ReshardPlan) -> int:
+def message_bytes(plan: ReshardPlan, staging_bytes: int) -> int:
     pairs = {(move.source, move.destination) for move in plan.moves}
     peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
-    return max(SINGLE_SEGMENT_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
+    return max(SINGLE_SEGMENT_BYTES, min(_LARGEST_MESSAGE, staging_bytes // (WINDOW * max(peers.values(), default=1))))
 
 
-def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
-    """Each message has at most ``limit`` bytes, or one row; ``itemsize`` is the wire's."""
+def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int, alone: int | None = None) -> Queues:
+    """Each message has at most ``limit`` bytes, or one row; ``itemsize`` is the wire's.
+
+    Segments from ``alone`` bytes (SINGLE_SEGMENT_BYTES) share no message.
+    """
     result: Queues = {}
-    room: dict[int, int] = {}  # bytes that still fit into the last message to a peer
+    room: dict[int, int] = {}  # elements that still fit into the last message to a peer
+    most, alone = limit // itemsize, (SINGLE_SEGMENT_BYTES if alone is None else alone) // itemsize
     for end in ends:
-        for segment in _segments(end.on_wire(itemsize), limit // itemsize):
-            size = segment.numel * itemsize
+        for segment in _segments(end.on_wire(itemsize), most, room.get(end.peer, 0) if most <= alone else 0):
             queue = result.setdefault(end.peer, [])
-            if size <= room.get(end.peer, 0):
+            if segment.numel <= room.get(end.peer, 0):
                 queue[-1] = (*queue[-1], segment)
-                room[end.peer] -= size
+                room[end.peer] -= segment.numel
             else:
                 queue.append((segment,))
-                # A large segment travels alone: to share a message costs a copy into a buffer.
-                room[end.peer] = 0 if size >= SINGLE_SEGMENT_BYTES else limit - size
+                room[end.peer] = 0 if segment.numel >= alone else most - segment.numel
     return result
 
 
-def _segments(end: MoveEnd, limit: int) -> Iterator[_MessageSegment]:
-    rows = end.region.box.shape[0]
-    row = math.prod(end.region.box.shape[1:])
-    boxes_at_once = min(end.region.count, max(1, limit // (rows * row)))
-    rows_at_once = rows if rows * row <= limit else max(1, limit // row)
-    for box in range(0, end.region.count, boxes_at_once):
-        for first in range(0, rows, rows_at_once):
-            boxes = (box, min(box + boxes_at_once, end.region.count))
-            yield _MessageSegment(end, boxes, (first, min(first + rows_at_once, rows)))
+def _segments(end: MoveEnd, limit: int, room: int) -> Iterator[_MessageSegment]:
+    """At most ``limit`` elements each; the first fills ``room`` if worth it."""
+    rows, row = end.region.box.shape[0], math.prod(end.region.box.shape[1:])
+    box = first = 0
+    size = room if room >= min(end.region.numel, max(row, limit // 16)) else limit
+    while box < end.region.count:
+        if not first and rows * row <= size:
+            boxes, last = min(end.region.count, box + size // (rows * row)), rows
+        else:
+            boxes, last = box + 1, min(rows, first + max(1, size // row))
+        yield _MessageSegment(end, (box, boxes), (first, last))
+        box, first, size = (boxes, 0, limit) if last == rows else (box, last, limit)
 
 
 def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:

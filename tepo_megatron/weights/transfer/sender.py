@@ -31,7 +31,7 @@ from tepo_megatron.weights.transfer.transport import (
     listen,
     local_address,
 )
-from tepo_megatron.weights.transfer.transports import Member, join
+from tepo_megatron.weights.transfer.transports import Member, find_transport, join
 from tepo_megatron.weights.transfer.transports.ipc import source_routes
 
 _FAILED = "failed"
@@ -61,14 +61,15 @@ class ShardSender:
         self._plan, self._params, self._rank, self._timeout_s = plan, params, rank, timeout_s
         self._broadcast_from_root = broadcast_from_root
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
-        self._limit = message_bytes(plan)
-        self._outgoing = queues(move_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
+        spec = find_transport(transport)
+        self._limit = message_bytes(plan, spec.staging_bytes)
+        self._alone = self._limit if spec.fills else None
+        sizes: dict[str, Any] = {"itemsize": self._wire.itemsize, "limit": self._limit, "alone": self._alone}
+        self._outgoing = queues(move_ends(plan, rank), **sizes)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
         # Without NCCL the trainer's ranks cannot send from GPU to GPU: messages to another GPU then take gloo.
         passes_on = transport == "ipc" and is_nccl_available()
-        self._routes = (
-            source_routes(plan, rank, itemsize=self._wire.itemsize, limit=self._limit) if passes_on else RelayRoutes()
-        )
+        self._routes = source_routes(plan, rank, **sizes) if passes_on else RelayRoutes()
         self._rendezvous: list[Any] | None = None
         self._store: Store | None = None
         self._group: TransferGroup | None = None
@@ -86,6 +87,7 @@ class ShardSender:
                 str(self._wire).removeprefix("torch."),
                 self._limit,
                 self._transport,
+                alone=self._alone,
                 near=self._plan.local.get(destination),
                 relayed=bool(self._routes.sources),
                 or_gloo=self._or_gloo,
@@ -182,6 +184,7 @@ class ReceiveOrder:
     dtype: str
     limit: int
     transport: TransportName = "gloo"
+    alone: int | None = None
     near: int | None = None
     relayed: bool = False
     or_gloo: bool = False
@@ -203,7 +206,7 @@ class ReceiveOrder:
 
     @cached_property
     def incoming(self) -> Queues:
-        return queues(self.ends, itemsize=self.wire.itemsize, limit=self.limit)
+        return queues(self.ends, itemsize=self.wire.itemsize, limit=self.limit, alone=self.alone)
 
     @property
     def writers(self) -> dict[int, int]:

@@ -93,10 +93,15 @@ class Member:
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """``join(store, member, timeout_s)`` returns when every member has called it."""
+    """``join(store, member, timeout_s)`` returns when every member has called it.
+
+    ``staging_bytes``: of a rank, for messages under way. ``fills``: messages are full; a copy costs less than a message.
+    """
 
     join: Callable[[Store, Member, float], TransferGroup]
     requires_gpu: bool = False
+    staging_bytes: int = 64 * 2**20
+    fills: bool = False
 
 
 def listen(host: str) -> tuple[Store, str]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.weights.architecture import EXPERT_BIAS
 from tepo_megatron.weights.geometry import Box, Region, Shard
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
@@ -18,7 +19,8 @@ from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.transfer import digests as module
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, digest, fingerprint
-from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, queues, wire_dtype
+from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, move_ends, numel_of, queues, wire_dtype
+from tepo_megatron.weights.transfer.transports import find_transport
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.transfers import SIZES, Mailbox, assert_all_arrives, blank, carry_out, mailboxes, setting
 
@@ -31,25 +33,20 @@ def test_every_destination_becomes_what_the_plan_promises(case: Case, limit: int
         assert sorted(names) == sorted(name for name in wanted if wanted[name].any())  # a vocabulary shard may be padding
 
 
-@pytest.mark.parametrize(
-    ("source", "destination", "wire"),
-    [
-        (torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32, torch.bfloat16),
-        (torch.float16, torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float32, torch.float32),
-    ],
-)
-def test_the_smaller_dtype_travels(source: torch.dtype, destination: torch.dtype, wire: torch.dtype) -> None:
-    assert wire_dtype(source, destination) == wire
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(("source", "to", "wire"), [(F32, BF16, BF16), (BF16, F32, BF16), (F16, BF16, BF16), (F32, F32, F32)])
+def test_the_smaller_dtype_travels(source: torch.dtype, to: torch.dtype, wire: torch.dtype) -> None:
+    assert wire_dtype(source, to) == wire
     plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 2), VllmParallel(2), {}))
     sources = [{name: tensor.sin().to(source) for name, tensor in params.items()} for params in sources]
-    found = [blank(params, destination) for params in expected]
+    found = [blank(params, to) for params in expected]
     carry_out(plan, sources, found, limit=4096)
     for rank, got in enumerate(found):
         for moved in plan.receives(rank):
             given = moved.source_region.view(sources[moved.source][moved.source_param])
-            assert torch.equal(moved.destination_region.view(got[moved.destination_param]), given.to(destination))
+            assert torch.equal(moved.destination_region.view(got[moved.destination_param]), given.to(to))
 
 
 @settings(max_examples=10, deadline=None)
@@ -96,8 +93,7 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
     boxes = mailboxes(plan.world_size)
     victim = data.draw(st.integers(0, plan.num_destinations - 1), label="destination rank")
     size = sum(moved.numel * 4 for moved in plan.receives(victim))
-    old = boxes[plan.num_sources + victim]
-    bad = boxes[plan.num_sources + victim] = Damaging(old.rank, old.letters)
+    bad = boxes[plan.num_sources + victim] = Damaging(plan.num_sources + victim, boxes[0].letters)
     bad.at = data.draw(st.integers(0, size - 1), label="byte")
     found = [blank(params, torch.float32) for params in expected]
     with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent") as caught:
@@ -117,15 +113,13 @@ ends = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(ends, max_size=6), st.integers(2, 300))
-def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[MoveEnd], limit: int) -> None:
-    found = queues(given_ends, itemsize=2, limit=limit)
+@given(st.lists(ends, max_size=6), st.integers(2, 300), st.sampled_from([20, 300]))
+def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[MoveEnd], limit: int, alone: int) -> None:
+    found = queues(given_ends, itemsize=2, limit=limit, alone=alone)
     for peer in {end.peer for end in given_ends}:
         for message in found[peer]:
-            rows = {row for segment in message for row in [segment.numel // (segment.rows[1] - segment.rows[0])]}
-            assert sum(segment.numel for segment in message) * 2 <= limit or (len(message) == 1 and rows)
-            if sum(segment.numel for segment in message) * 2 > limit:
-                assert message[0].rows[1] - message[0].rows[0] == 1
+            if numel_of(message) * 2 > limit:
+                assert [segment.rows[1] - segment.rows[0] for segment in message] == [1]
     for number, end in enumerate(given_ends):
         height = (end.region.count - 1) * end.region.step + end.region.box.stop[0]
         param = torch.zeros(height, *end.region.box.stop[1:])
@@ -135,11 +129,16 @@ def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[Move
         assert param.max() == 1
 
 
-def test_all_peers_together_stay_within_the_staging_memory() -> None:
-    plan = reshard_plan(small_spec(num_layers=8), MegatronParallel(2, 4, 2), VllmParallel(4, 1, 3))
-    peers = max(len({p.source for p in plan.receives(rank)}) for rank in range(plan.num_destinations))
-    peers = max(peers, *(len({p.destination for p in plan.sends(rank)}) for rank in range(plan.num_sources)))
-    assert message_bytes(plan) * move.WINDOW * peers <= move.STAGING_BYTES
+def test_a_worker_of_a_70b_model_gets_few_messages_on_gpus_and_all_fit_the_staging_memory() -> None:
+    plan = reshard_plan(resolve_spec("Llama-3.3-70B-Instruct")[0], MegatronParallel(8, 4, 2), VllmParallel(4, 1, 8))
+    for name, messages, rounds in (("gloo", 15_500, 2_000), ("nccl", 1_100, 150), ("ipc", 1_100, 150)):
+        transport = find_transport(name)
+        limit = message_bytes(plan, transport.staging_bytes)
+        for rank in (0, plan.num_sources, plan.world_size - 1):
+            found = queues(move_ends(plan, rank), itemsize=2, limit=limit, alone=limit if transport.fills else None).values()
+            assert sum(map(len, found)) <= messages
+            assert max(map(len, found)) <= rounds
+            assert sum(max(map(numel_of, queue)) for queue in found) * 2 * move.WINDOW <= transport.staging_bytes
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]

@@ -155,7 +155,7 @@ def _join(store: Store, member: Member, timeout_s: float) -> _IpcGroup:
     return _IpcGroup(gloo, member, handles, written, read, relay)
 
 
-TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
+TRANSPORT = TransportSpec(join=_join, requires_gpu=True, staging_bytes=2**30, fills=True)
 
 
 def _offer(store: Store, pair: tuple[int, int], size: int, device: torch.device, handles: _CudaHandles) -> Tensor:
@@ -207,11 +207,12 @@ class _CudaHandles:
         torch.cuda.current_stream(device).synchronize()
 
 
-def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) -> RelayRoutes:
+def source_routes(plan: ReshardPlan, rank: int, **sizes: Any) -> RelayRoutes:
+    """``sizes``: see ``queues``."""
     near = {plan.num_sources + to: source for to, source in plan.local.items()}
-    outgoing = [queues(move_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)]
+    outgoing = [queues(move_ends(plan, source), **sizes) for source in range(plan.num_sources)]
     relayed = {
-        (source, to): message_sizes(queue, itemsize)
+        (source, to): message_sizes(queue, sizes["itemsize"])
         for source, by_peer in enumerate(outgoing)
         for to, queue in by_peer.items()
         if near.get(to, source) != source

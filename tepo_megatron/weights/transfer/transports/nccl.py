@@ -135,7 +135,7 @@ def _join(store: Store, member: Member, timeout_s: float) -> _NcclGroup:
     return _NcclGroup(group, backend.abort, rendezvous, member.device, timeout_s)
 
 
-TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
+TRANSPORT = TransportSpec(join=_join, requires_gpu=True, staging_bytes=2**30, fills=True)
 
 
 def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
