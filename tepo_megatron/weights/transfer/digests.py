@@ -70,11 +70,13 @@ def digest(data: Tensor) -> Tensor:
         raw = raw.clone()  # words must be aligned
     # int64 sums and products wrap around, which is arithmetic modulo 2^64. Odd factors have inverses there: they lose no bit.
     whole = raw.numel() - raw.numel() % BLOCK_BYTES
-    blocks = raw[:whole].view(torch.int64).view(-1, _BLOCK_WORDS).sum(1)
-    rest = raw.new_zeros(BLOCK_BYTES)
-    rest[: raw.numel() - whole] = raw[whole:]
-    words = torch.cat([blocks, rest.view(torch.int64)])
-    return (words * _weights(words.numel(), words.device)).sum() + torch.tensor(raw.numel()) * (_ODD - 2**64)
+    words = raw[:whole].view(torch.int64).view(-1, _BLOCK_WORDS).sum(1)
+    if whole < raw.numel():
+        rest = raw.new_zeros(BLOCK_BYTES)
+        rest[: raw.numel() - whole] = raw[whole:]
+        words = torch.cat([words, rest.view(torch.int64)])
+    weights = _weights(1 << words.numel().bit_length(), words.device)[: words.numel()]
+    return (words * weights).sum() + torch.tensor(raw.numel()) * (_ODD - 2**64)
 
 
 class TensorDigests:
@@ -109,7 +111,7 @@ class TensorDigests:
         ]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:
     odd = torch.arange(1, 2 * count, 2, device=device)
     return odd * (_ODD - 2**64)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -126,7 +127,12 @@ def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int, alone: int | N
             else:
                 queue.append((segment,))
                 room[end.peer] = 0 if segment.numel >= alone else most - segment.numel
-    return result
+    # A tensor's segments are next to each other, so that one digest covers them.
+    return {peer: [tuple(sorted(message, key=_name)) for message in queue] for peer, queue in result.items()}
+
+
+def _name(segment: _MessageSegment) -> str:
+    return segment.end.name
 
 
 def _segments(end: MoveEnd, limit: int, room: int) -> Iterator[_MessageSegment]:
@@ -257,11 +263,13 @@ class _Exchange:
         return self._buffers[slot][: numel_of(message)]
 
     def add_digests(self, peer: int, number: int, data: Tensor) -> None:
-        for segment, values in _split(self._queues[peer][number], data):
-            key = (segment.end.param, segment.end.region, segment.boxes, segment.rows)
-            if key not in self._computed:  # a segment may go to several peers
+        tensors = {name: tuple(segments) for name, segments in groupby(self._queues[peer][number], key=_name)}
+        parts = data.split([numel_of(segments) for segments in tensors.values()])
+        for (name, segments), values in zip(tensors.items(), parts, strict=True):
+            key = tuple((segment.end.param, segment.end.region, segment.boxes, segment.rows) for segment in segments)
+            if key not in self._computed:  # the same may go to several peers
                 self._computed[key] = digest(values)
-            self.digests[peer].add(segment.end.name, self._computed[key])
+            self.digests[peer].add(name, self._computed[key])
 
     def compare_digests(self) -> None:
         sent = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_the_smaller_dtype_travels(source: torch.dtype, to: torch.dtype, wire: t
 @settings(max_examples=10, deadline=None)
 @given(limit=st.sampled_from([6, 64, 2**20]), kept=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, kept: torch.dtype) -> None:
-    """Also where a message ends within one; the servers' other weights may be in either dtype."""
+    """Also where a message ends within one. A message has one digest of each parameter, whose parts are next to each other."""
     spec = small_spec(architecture="Glm4MoeForCausalLM", experts=MOE["Glm4MoeForCausalLM"], dense_layers=1, dense_ffn_size=8)
     plan, sources, expected = setting(Case(spec, MegatronParallel(2, 2, 2, ep=2), VllmParallel(2), {}))
 
@@ -61,7 +62,12 @@ def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, k
 
     sources = [typed({name: tensor.sin() for name, tensor in params.items()}, torch.bfloat16) for params in sources]
     found = [typed(blank(params), kept) for params in expected]
-    carry_out(plan, sources, found, limit=limit)
+    with mock.patch.object(move, "digest", wraps=digest) as counted:
+        carry_out(plan, sources, found, limit=limit)
+    sent = [
+        queue for rank in range(plan.world_size) for queue in queues(move_ends(plan, rank), itemsize=2, limit=limit).values()
+    ]
+    assert counted.call_count <= sum(len({segment.end.name for segment in message}) for queue in sent for message in queue)
     for rank, got in enumerate(found):
         wanted = {name: expected[rank][name].sin().float() for name in got if name.endswith(EXPERT_BIAS)}
         assert len(wanted) == spec.num_layers - 1
