@@ -78,9 +78,9 @@ class WorkerProcess:
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def exit_status(self) -> str:
+    def exit_status(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> str:
         try:
-            code = self._process.wait(_CLOSE_TIMEOUT_S)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return "its output was closed"
         return f"signal {-code}" if code < 0 else f"exit status {code}"

@@ -23,6 +23,7 @@ Ending = Literal["finished", "stopped", "failed"]
 HIDDEN = "***"
 
 _POLL_INTERVAL_S = 0.05
+_EXIT_TIMEOUT_S = 60.0  # of an interpreter, after its output was closed, on a busy machine
 _MAX_UNSENT_BYTES = 2**20
 
 _SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|authorization)$", re.IGNORECASE)
@@ -116,7 +117,7 @@ class _LoggerProcess(WorkerProcess):
                 reports = self.receive()
             except EOFError:
                 self._has_ended = True
-                status = self.exit_status()
+                status = self.exit_status(_EXIT_TIMEOUT_S)
                 reports = [] if status == "exit status 0" else [{"failed": f"the process that logs has ended ({status})"}]
             for report in reports:
                 self._report(report)

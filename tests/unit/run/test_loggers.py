@@ -177,6 +177,8 @@ def told(folder: Path, kind: str) -> list[Any]:
 
 
 def test_a_run_that_is_stopped_is_one_that_was_preempted(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends two seconds after its output, as W&B's may."""
+    fake.write_text(FAKE + "import atexit, time\natexit.register(time.sleep, 2)\n")
     folder, signals = tmp_path / "out", StopSignals()
     monkeypatch.setattr(output_module, "stop_signals", lambda: signals)
     output, said = open_output(folder, log=WANDB)
