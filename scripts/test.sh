@@ -2,7 +2,7 @@
 # Every test that this machine can run, but for the long ones. The first call sets up .venv.
 #
 #   bash scripts/test.sh                         all, on every core; tests/support/schedule.py says what runs beside what
-#   bash scripts/test.sh --fast                  tests/unit without what is marked slow, with fewer random examples: 90 s on two cores
+#   bash scripts/test.sh --fast                  tests/unit without what is marked slow, with fewer random examples: minutes
 #   bash scripts/test.sh --long                  the long ones: whole runs with Megatron, vLLM and Slurm, and injected faults; an hour
 #   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these, one after the other
 set -euo pipefail
