@@ -110,14 +110,14 @@ def message_bytes(plan: ReshardPlan, staging_bytes: int) -> int:
     return max(SINGLE_SEGMENT_BYTES, min(_LARGEST_MESSAGE, staging_bytes // (WINDOW * max(peers.values(), default=1))))
 
 
-def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int, alone: int | None = None) -> Queues:
+def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int, alone: int = SINGLE_SEGMENT_BYTES) -> Queues:
     """Each message has at most ``limit`` bytes, or one row; ``itemsize`` is the wire's.
 
-    Segments from ``alone`` bytes (SINGLE_SEGMENT_BYTES) share no message.
+    Segments from ``alone`` bytes share no message.
     """
     result: Queues = {}
     room: dict[int, int] = {}  # elements that still fit into the last message to a peer
-    most, alone = limit // itemsize, (SINGLE_SEGMENT_BYTES if alone is None else alone) // itemsize
+    most, alone = limit // itemsize, alone // itemsize
     for end in ends:
         for segment in _segments(end.on_wire(itemsize), most, room.get(end.peer, 0) if most <= alone else 0):
             queue = result.setdefault(end.peer, [])

@@ -13,6 +13,7 @@ from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defi
 
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer.move import (
+    SINGLE_SEGMENT_BYTES,
     MoveEnd,
     Queues,
     message_bytes,
@@ -63,8 +64,8 @@ class ShardSender:
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
         spec = find_transport(transport)
         self._limit = message_bytes(plan, spec.staging_bytes)
-        self._alone = self._limit if spec.fills else None
-        sizes: dict[str, Any] = {"itemsize": self._wire.itemsize, "limit": self._limit, "alone": self._alone}
+        self._alone = self._limit if spec.fills else SINGLE_SEGMENT_BYTES
+        sizes = {"itemsize": self._wire.itemsize, "limit": self._limit, "alone": self._alone}
         self._outgoing = queues(move_ends(plan, rank), **sizes)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
         # Without NCCL the trainer's ranks cannot send from GPU to GPU: messages to another GPU then take gloo.
@@ -184,7 +185,7 @@ class ReceiveOrder:
     dtype: str
     limit: int
     transport: TransportName = "gloo"
-    alone: int | None = None
+    alone: int = SINGLE_SEGMENT_BYTES
     near: int | None = None
     relayed: bool = False
     or_gloo: bool = False

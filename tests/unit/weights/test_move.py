@@ -141,7 +141,8 @@ def test_a_worker_of_a_70b_model_gets_few_messages_on_gpus_and_all_fit_the_stagi
         transport = find_transport(name)
         limit = message_bytes(plan, transport.staging_bytes)
         for rank in (0, plan.num_sources, plan.world_size - 1):
-            found = queues(move_ends(plan, rank), itemsize=2, limit=limit, alone=limit if transport.fills else None).values()
+            alone = limit if transport.fills else move.SINGLE_SEGMENT_BYTES
+            found = queues(move_ends(plan, rank), itemsize=2, limit=limit, alone=alone).values()
             assert sum(map(len, found)) <= messages
             assert max(map(len, found)) <= rounds
             assert sum(max(map(numel_of, queue)) for queue in found) * 2 * move.WINDOW <= transport.staging_bytes

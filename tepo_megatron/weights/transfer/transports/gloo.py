@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from tepo_megatron.weights.transfer.transport import Rendezvous, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, announce_departure
 
 _POLL_INTERVAL_S = 1e-4
 
@@ -77,6 +77,8 @@ class GlooGroup:
         closing.join(_CLOSE_GRACE_S)
 
 
-TRANSPORT = TransportSpec(
-    join=lambda store, member, timeout_s: GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
-)
+def _join(store: Store, member: Member, timeout_s: float) -> GlooGroup:
+    return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+
+
+TRANSPORT = TransportSpec(join=_join)

@@ -207,7 +207,7 @@ class _CudaHandles:
         torch.cuda.current_stream(device).synchronize()
 
 
-def source_routes(plan: ReshardPlan, rank: int, **sizes: Any) -> RelayRoutes:
+def source_routes(plan: ReshardPlan, rank: int, **sizes: int) -> RelayRoutes:
     """``sizes``: see ``queues``."""
     near = {plan.num_sources + to: source for to, source in plan.local.items()}
     outgoing = [queues(move_ends(plan, source), **sizes) for source in range(plan.num_sources)]
