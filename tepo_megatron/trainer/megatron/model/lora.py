@@ -88,7 +88,7 @@ class Lora:
             copies = [
                 param
                 for name, param in self.params.items()
-                if (".experts." in name) == of_experts and tuple(param.shape) == self.layout.shapes[name]
+                if _is_expert(name) == of_experts and tuple(param.shape) == self.layout.shapes[name]
             ]
             if copies and dist.get_world_size(group) > 1:
                 grads = [param.main_grad for param in copies]  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]
             # Megatron leaves copies out of the gradient norm, by these two marks; ``allreduce`` is its mark of experts.
             copied = layout.params[name] == layout.shapes[name]
             param.tensor_model_parallel = True  # type: ignore[attr-defined]
-            param.shared = copied and dist.get_rank(_tensor_group(".experts." in name)) > 0  # type: ignore[attr-defined]
+            param.shared = copied and dist.get_rank(_tensor_group(_is_expert(name))) > 0  # type: ignore[attr-defined]
             param.allreduce = getattr(base, "allreduce", True)  # type: ignore[attr-defined]
             made[name] = param
     return made
@@ -156,6 +156,10 @@ def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: i
             whole = (torch.rand(shape, generator=generator) * 2 - 1) / shape[1] ** 0.5
             with torch.no_grad():
                 params[shard.param][shard.param_box.slices] = whole[shard.box.slices].to(params[shard.param])
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
 
 
 def _tensor_group(of_experts: bool) -> dist.ProcessGroup:
