@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 45_000,
     "tests, lines": 38_000,
-    "docs and docstrings, words": 105_200,
+    "docs and docstrings, words": 104_950,
     "public classes and functions": 770,
     "modules": 253,
     "modules below 60 lines": 40,
