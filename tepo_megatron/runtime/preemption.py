@@ -28,6 +28,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 RANKS_FOLDER = "TEPO_RANKS_FOLDER"
 """Each rank of this machine writes its PID here when it handles signals."""
 
+_WAKE = signal.SIGURG
+"""Interrupts what the main thread waits for: the kernel may deliver a stopped process's signals to another thread."""
+
 _POLL_INTERVAL_S = 1.0  # between looks whether rank 0 lives, after a signal
 
 _OTHERS_S = 5.0
@@ -109,10 +112,11 @@ class StopSignals:
         hears, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._numbers = not_ignored(self._numbers)
-        self._before = {number: signal.getsignal(number) for number in self._numbers}
+        self._before = {number: signal.getsignal(number) for number in (*self._numbers, _WAKE)}
+        signal.signal(_WAKE, lambda number, frame: None)
         self._wakes_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         self._handle_all()
-        threading.Thread(target=self._listen, args=(hears,), name="stop signals", daemon=True).start()
+        threading.Thread(target=self._listen, args=(hears, threading.get_ident()), name="stop signals", daemon=True).start()
         if (folder := os.environ.get(RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
             write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
 
@@ -164,7 +168,7 @@ class StopSignals:
             if came in self._limits and (deadline := time.monotonic() + self._limits[came][0]) < self._deadline:
                 self._deadline, self._limited_by = deadline, came
 
-    def _listen(self, hears: socket.socket) -> None:
+    def _listen(self, hears: socket.socket, main_thread: int) -> None:
         """The kernel reports signals here, whatever the main thread does."""
         first: signal.Signals | None = None
         patience = 0.0 if os.environ.get("RANK", "0") == "0" else _OTHERS_S
@@ -189,6 +193,7 @@ class StopSignals:
                 if first is not None and number == signal.SIGINT and self._ends:
                     self._end("ended at once, without saving")
                 self._note(number)
+                signal.pthread_kill(main_thread, _WAKE)
                 if first is None:
                     first = signal.Signals(number)
                     self.say(self._plan(first))
