@@ -20,7 +20,8 @@ from tepo_megatron.tools.results import describe_machine
 from tepo_megatron.tools.sweep import Spread, SweepFile, SweepRun, area, points, read_sweep, runs_of
 
 COLUMNS = (
-    *("accuracy/greedy", "eval/sampled/avg@16", "eval/sampled/pass@1", "eval/sampled/pass@4", "eval/sampled/pass@16"),
+    *("accuracy/greedy", "eval/validation/greedy", "eval/sampled/avg@16", "eval/sampled/pass@1", "eval/sampled/pass@4"),
+    *("eval/sampled/pass@16", "clip/share", "ratio/sigma"),
     *("reward/mean", "reward/std", "response_len/mean", "response_len/truncated", "groups/zero_variance"),
     *("groups/drawn", "groups/kept", "loss", "grad_norm", "lr", "update/skipped", "entropy/mean", "entropy/delta"),
     *("entropy/delta_masked", "entropy/delta_unmasked", "mask/fraction", "kl/mean", "kl/masked", "ratio/mean", "ratio/min"),

@@ -66,10 +66,13 @@ class Task:
     tokens: float
     heldout: str
     filter: str | None = None
+    steps: int = 60
 
 
 TASKS = {
-    "tiny": Task("../../tiny/run.yaml", SUM_TOKENS, "builtin:addition-heldout", "examples/evidence/second/split.py:is_trained"),
+    "tiny": Task(
+        "../../tiny/run.yaml", SUM_TOKENS, "builtin:addition-heldout", "examples/evidence/second/split.py:is_trained", 40
+    ),
     "stack_machine": Task("../../stack_machine/run.yaml", 8.0, "builtin:stack-machine-heldout"),
     "long_arithmetic": Task("../../long_arithmetic/run.yaml", LONG_TOKENS, LONG_HELDOUT),
 }
@@ -161,7 +164,7 @@ VALIDATED = "eval/validation/greedy"
 
 
 def _test(task: Task) -> tuple[str, ...]:
-    sampled = f"{{path: {task.heldout}, greedy: false, samples: 16, k: [1, 4, 16], majority: none, every: 30}}"
+    sampled = f"{{path: {task.heldout}, greedy: false, samples: 16, k: [1, 4, 16], majority: none, every: {task.steps // 2}}}"
     return f"data.heldout={task.heldout}", "evaluate.every=2", "evaluate.samples=0", f"evaluate.sets={{sampled: {sampled}}}"
 
 
@@ -171,7 +174,7 @@ def sweep(
     overrides = [
         *("engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "engine.cpu_threads=auto"),
         *("rollout.server.cpu_threads=all", "rollout.journal=false", "rollout.canary.every=10"),
-        *("train.steps=60", "train.save_every=0"),
+        *(f"train.steps={task.steps}", "train.save_every=0"),
         *([f"data.filter=[{task.filter}]"] if task.filter else []),
         *(VALIDATION if validates else _test(task)),
         *("evaluate.show=4", "log.progress=plain", "log.tensorboard=false"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -22,6 +23,7 @@ from examples.evidence import figures
 from examples.evidence.figures import FIGURES, Estimate, Evidence
 from examples.evidence.page import make, page_text
 from examples.evidence.second import plan, split
+from examples.evidence.second.keep import keep
 from examples.evidence.second.plan import METHODS, RANGES, RATES, TASKS, Chosen
 from examples.evidence.tables import CLAIMS, NOT_HALF, corrected, effects, holm
 from tepo_megatron.config.load import load_run
@@ -375,3 +377,16 @@ def test_the_setting_with_the_largest_mean_is_chosen_and_near_ties_go_to_the_fir
     (runs[7].folder / "model").rmdir()
     with pytest.raises(ValueError, match=rf"1 of 72 runs are not done, such as {runs[7].name}"):
         plan.choose(tmp_path)
+
+
+def test_runs_that_another_machine_finished_are_brought_back_as_its_own(tmp_path: Path) -> None:
+    one, other, results = tmp_path / "one", tmp_path / "other", tmp_path / "results"
+    for run in runs_of(read_sweep(plan.FOLDER / "tuning.yaml"), one)[:2]:
+        (run.folder / "model").mkdir(parents=True)
+        (run.folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "{plan.VALIDATED}": 0.{i}}}\n' for i in (0, 1)))
+        os.utime(run.folder / "metrics.jsonl", (0, 0))
+    assert keep("tuning", one, results) == (0, 2)
+    kept = {path.name: path.read_bytes() for path in (results / "tuning").iterdir()}
+    assert [keep("tuning", other, results), keep("tuning", other, results)] == [(2, 2), (0, 2)]
+    assert kept == {path.name: path.read_bytes() for path in (results / "tuning").iterdir()}
+    assert b"1970-01-01T00:00Z" in kept["sweep.json"]
