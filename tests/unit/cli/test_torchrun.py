@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.api import run_rank
+from tepo_megatron.runtime import rank as runtime_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tepo_megatron.runtime.proc import STOPPED, Process
@@ -112,6 +113,8 @@ def work(config):
     finally:
         (folder / f"cleaned{rank}").touch()
 
+if what != "group":
+    runtime_rank.refuse_pickles = lambda: None  # two seconds, to import the torch that these ranks have no use for
 sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
 """
 PARENT = """

@@ -43,6 +43,7 @@ def test_examples_without_noise_are_worked_out_and_repeat_after_all_problems() -
     assert prompts[:7900] != prompts[7900:]
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), noise=st.sampled_from([0.3, 1.0]))
 def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
     examples = addition_examples(2000, noise, seed)

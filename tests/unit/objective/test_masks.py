@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import Batch, TokenScores
 from tests.support.objective_batches import doubles, outputs_of, plain_step, surrogates
@@ -91,7 +92,8 @@ def test_equal_advantages_have_no_covariance(count, value):
     """Otherwise a rounding of their mean would choose tokens."""
     old = -torch.rand(count)
     batch, scores = plain_step([1] * count, [value] * count, old, old)
-    (output, *_) = outputs_of({"preset": "kl_cov"}, batch.select(range(count)), scores)
+    objective = build_objective(ObjectiveConfig(preset="kl_cov"))
+    output = Step(batch, scores).pick([0]).output(objective, objective.prepare(batch))
     assert output.metrics["mask/fraction"][0] == 0
 
 
