@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,27 +16,25 @@ from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
 
 LENGTHS = [5, 17, 6, 9, 8, 5, 12, 6]
-BUCKET = 3000
-"""Parameters; the models have some 15 000, so that there are several buckets."""
-
+BUCKET = 3000  # parameters; the models have some 15 000, so that there are several buckets
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": BUCKET}
 BOTH = {**REDUCE, "overlap_param_gather": True}
 EXPERTS: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+TP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 Variant = dict[str, Any]
-"""The section ``engine``; with the key ``experts`` the model is a mixture of experts."""
+"""The section ``engine``. With the key ``experts`` the model is a mixture of experts; with ``asks`` stages exchange shapes."""
 
 
 def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dict[str, Any]:
-    """Trains steps of two mini-batches, of more micro-batches each time. Between the two of the second step it scores with the
-    weights as the first one left them, between those of the third it reads them. ``nan_at``: the number of the update, from 0,
-    that meets a gradient that is NaN.
+    """Trains steps of two mini-batches, of more micro-batches each time. Between the two of the second step it scores, between
+    those of the third it reads the weights. ``nan_at``: the update, from 0, that meets a gradient that is NaN.
     """
     from tepo_megatron.run.step.minibatches import minibatches
 
-    parallel = variant["parallel"]
+    parallel, model = variant["parallel"], "experts" if variant.pop("experts", False) else "dense"
     config = {
-        "model": {"path": str(folder / ("experts" if "experts" in variant else "dense")), "dtype": "bfloat16"},
-        "engine": {"micro_batch_tokens": 20, "noise_every": 0} | {k: v for k, v in variant.items() if k != "experts"},
+        "model": {"path": str(folder / model), "dtype": "bfloat16"},
+        "engine": {"micro_batch_tokens": 20, "noise_every": 0, **variant},
         "objective": {"preset": "grpo"},
         # no clipping: the norm is a sum in an order that depends on the buckets
         "optimizer": {"lr": 1e-2, "clip_grad": 1e6, "distributed": parallel.get("dp", 1) > 1},
@@ -48,7 +49,9 @@ def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dic
         parts = [engine.score(part) for part in minibatches(batch, 2, seed=0, step=step)]
         for number, part in enumerate(parts, start=2 * step):
             last = number % 2 == 1
-            result = update(engine, part, last=last, nan=number == nan_at)
+            param = next(iter(engine.policy.params.values()))
+            with param.register_hook(lambda gradient: gradient * torch.nan) if number == nan_at and root else nullcontext():
+                result = engine.update(part, last=last)
             seen["updates"].append([bool(result.skipped), result.grad_norm, result.loss])
             if step == 1 and not last:
                 seen["between"] = engine.score(part).old_logprobs_T.tolist()
@@ -57,15 +60,6 @@ def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dic
                 seen["pending"].append(held != bits_of(engine.weights.params))
         seen["weights"].append(engine.weights.version(step).digest)
     return {**seen, "own": bits_of(engine.weights.params)}
-
-
-def update(engine: Any, part: Any, *, last: bool, nan: bool) -> Any:
-    param = next(iter(engine.policy.params.values()))
-    handle = param.register_hook(lambda gradient: gradient * torch.nan) if nan and engine.ranks.rank == 0 else None
-    result = engine.update(part, last=last)
-    if handle is not None:
-        handle.remove()
-    return result
 
 
 def reductions_under_way(engine: Any) -> list[bool]:
@@ -89,16 +83,25 @@ def calls_of_modules(engine: Any) -> dict[str, int]:
     modules = {"mlp": getattr(layer.mlp, "router", layer.mlp), "core_attention": layer.self_attention.core_attention}
     calls = dict.fromkeys(modules, 0)
     for name, module in modules.items():
-
-        def count(*_: Any, name: str = name) -> None:
-            calls[name] += 1
-
-        module.register_forward_hook(count)
+        module.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
     return calls
 
 
 def in_turn(_rank: int, _world: int, folder: Path, variants: list[Variant], steps: int, nan_at: int | None) -> Any:
-    return [train(variant, folder, steps, nan_at) for variant in variants]
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from tepo_megatron.trainer.megatron import forward
+
+    def asking(group: Any, config: Any) -> Any:
+        return P2PCommunicator(group, SimpleNamespace(**vars(config) | {"variable_seq_lengths": True}))
+
+    stages, reports = forward._Stages, []
+    torch.cuda.synchronize = waits = mock.Mock()
+    for variant in variants:
+        forward._Stages = asking if variant.pop("asks", False) else stages  # type: ignore[assignment, misc]
+        waits.reset_mock()
+        reports.append({**train(variant, folder, steps, nan_at), "waits": waits.call_count})
+    return reports
 
 
 def run(
@@ -114,24 +117,21 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     for ours, plain in zip(found, expected, strict=True):
         for name in {"weights", "own", "between"} & {*plain}:
             assert ours[name] == plain[name], name
-        for mine, theirs in zip(ours["updates"], plain["updates"], strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-6, nan_ok=True)
+        assert ours["updates"] == [pytest.approx(update, rel=1e-6, nan_ok=True) for update in plain["updates"]]
 
 
 @pytest.mark.parametrize(
-    ("world", "layers", "engines"),
+    ("world", "engines"),
     [
-        (2, 2, [{"parallel": {"dp": 2}, "head": "fused"}, {"parallel": {"dp": 2, "ep": 2}, "experts": True}]),
-        (4, 4, [{"parallel": {"dp": 2, "tp": 2, "sequence_parallel": True}}, {"parallel": {"dp": 2, "pp": 2, "vpp": 2}}]),
+        (2, [{"parallel": {"dp": 2}, "head": "fused"}, {"parallel": {"dp": 2, "ep": 2}, "experts": True}]),
+        (4, [{"parallel": {"dp": 2, **TP}}, {"parallel": {"dp": 2, "pp": 2, "vpp": 2}}]),
     ],
     ids=["2 ranks", "4 ranks"],
 )
-def test_overlapped_reductions_and_gathers_give_the_same_bits(
-    world: int, layers: int, engines: list[Variant], tmp_path: Path
-) -> None:
+def test_overlapped_reductions_and_gathers_give_the_same_bits(world: int, engines: list[Variant], tmp_path: Path) -> None:
     """Also with an update in the middle that is skipped, while the weights of the one before are still to be gathered."""
     kinds: list[Variant] = [{}, REDUCE, BOTH]
-    found = run(tmp_path, world, [{**engine, **kind} for engine in engines for kind in kinds], layers=layers, nan_at=1)
+    found = run(tmp_path, world, [{**engine, **kind} for engine in engines for kind in kinds], layers=world, nan_at=1)
     for start in range(0, len(found), len(kinds)):
         plain, reduced, both = found[start : start + len(kinds)]
         assert_equal(reduced, plain)
@@ -147,18 +147,21 @@ def test_overlapped_reductions_and_gathers_give_the_same_bits(
 
 
 def test_recomputed_modules_are_computed_twice_and_give_the_same_bits(tmp_path: Path) -> None:
-    dense = [(), ("core_attn",), ("mlp",)]
-    experts = [(), ("core_attn", "moe")]
+    kinds: list[tuple[str, ...]] = [(), ("core_attn",), ("mlp",), (), ("core_attn", "moe")]  # the last two with experts
+    recomputed = [{"recompute": "selective", "recompute_modules": list(modules)} if modules else {} for modules in kinds]
+    found = run(tmp_path, 2, [{"parallel": TP, "experts": i > 2, **kind} for i, kind in enumerate(recomputed)], steps=1)
+    for i, (modules, ranks) in enumerate(zip(kinds, found, strict=True)):
+        plain = found[3 if i > 2 else 0]
+        assert_equal(ranks, plain)
+        for name, twice in (("core_attention", "core_attn" in modules), ("mlp", {"mlp", "moe"} & {*modules})):
+            assert (ranks[0]["calls"][name] > plain[0]["calls"][name]) == bool(twice), (modules, name)
 
-    def variant(modules: tuple[str, ...], **model: bool) -> Variant:
-        recompute = {"recompute": "selective", "recompute_modules": list(modules)} if modules else {}
-        return {"parallel": {"tp": 2, "sequence_parallel": True}, **recompute, **model}
 
-    variants = [variant(each) for each in dense] + [variant(each, experts=True) for each in experts]
-    found = run(tmp_path, 2, variants, steps=1)
-    for start, kinds in ((0, dense), (len(dense), experts)):
-        plain = found[start]
-        for modules, ranks in zip(kinds, found[start : start + len(kinds)], strict=True):
-            assert_equal(ranks, plain)
-            for name, recomputed in (("core_attention", "core_attn" in modules), ("mlp", {"mlp", "moe"} & {*modules})):
-                assert (ranks[0]["calls"][name] > plain[0]["calls"][name]) == bool(recomputed), (modules, name)
+def test_stages_know_the_lengths_of_micro_batches_and_exchange_no_shapes(tmp_path: Path) -> None:
+    """A wait for the device ends each exchange of shapes. The bits are those of stages that exchange them."""
+    splits = [{"pp": 4}, {"pp": 4, "vpp": 2}, {"pp": 2, "dp": 2, "vpp": 4}, {"pp": 2, "cp": 2, "vpp": 2}, {"pp": 2, **TP}]
+    variants = [{"parallel": split, "asks": asks} for split in splits for asks in (False, True)]
+    found = run(tmp_path, 4, variants, layers=8, steps=2)
+    for ours, asking in zip(found[::2], found[1::2], strict=True):
+        assert_equal(ours, asking)
+        assert all(known["waits"] == 0 < asked["waits"] for known, asked in zip(ours, asking, strict=True))

@@ -45,6 +45,7 @@ class _PackedBuilder(PolicyBuilder):
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         megatron, chunks = super()._chunks()
         megatron.calculate_per_token_loss = False
+        megatron.variable_seq_lengths = True
         return megatron, chunks
 
 
@@ -68,6 +69,7 @@ class MegatronStep:
         for ddp in self.policy.ddp:
             ddp.ddp_config.check_for_nan_in_grad = True  # pretrain_gpt's default
             ddp.config.finalize_model_grads_func = finalize_model_grads
+        torch.cuda.synchronize = lambda *_: None  # on a CPU, after each exchange of shapes; our stages need none
 
     def load(self, rollouts: list[Rollout]) -> list[_MicroBatch]:
         batch = self.engine.batch_from_root(rollouts)

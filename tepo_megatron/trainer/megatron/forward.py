@@ -12,6 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from tepo_megatron.config import EngineConfig
@@ -19,7 +23,7 @@ from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
-from tepo_megatron.trainer.megatron.model.routers import Routers, one_length
+from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.parallel.batch import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
@@ -30,6 +34,15 @@ _LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]  #
 
 
 NOT_FINITE = "not_finite"
+
+
+class _Stages(P2PCommunicator):  # type: ignore[misc] # Megatron has no types
+    """Knows the ``lengths`` of activations and of gradients. Megatron's asks for each shape, and waits for the device."""
+
+    def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **sends: Any) -> Any:
+        if recv_prev or recv_next:  # never both (decision 017)
+            tensor_shape = [next(self.lengths[recv_next]), *tensor_shape[1:]]
+        return super()._communicate(recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape, **sends)
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,6 @@ class Forward:
         members = [batch.select(sequences) for sequences in micro_batches]
         tokens = [padded_tokens(micro.lengths_S.tolist(), self.ranks.cp) for micro in members]
         sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
-        if one_length(self.spec, self.engine.parallel, self.platform):
-            sizes = [max(sizes)] * len(sizes)
         if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":  # ranks that share experts gather tokens
             most = torch.tensor(sizes, device=self.platform.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -83,14 +94,25 @@ class Forward:
                 data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
                 model=list(chunks),
                 num_microbatches=len(shares),
-                # for Megatron a packed micro-batch is one sequence over all context-parallel ranks; `one_length` relies on it
+                # for Megatron a packed micro-batch is one sequence over all context-parallel ranks
                 seq_length=sizes[0],
                 micro_batch_size=1,
                 forward_only=not train,
+                **(self._stages(chunks, sizes) if self.ranks.pp > 1 else {}),
             )
         if self.routers is not None:
             self.routers.end_run()
         return results
+
+    def _stages(self, chunks: Sequence[torch.nn.Module], sizes: Sequence[int]) -> dict[str, Any]:
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp_cp", "embd", "pos_embd"])
+        stages = _Stages(groups.pp, get_model_config(chunks[0]))
+        divisor = self.ranks.cp * (self.ranks.tp if self.engine.parallel.sequence_parallel else 1)
+        order = get_schedule_table(len(sizes), self.ranks.vpp, self.ranks.pp)
+        # the first stage receives no activations for its first chunk, the last no gradients for its last
+        ends = (self.ranks.pp_rank == 0, self.ranks.is_last_stage)
+        stages.lengths = [iter([sizes[i] // divisor for i, chunk in order if chunk >= end]) for end in ends]
+        return {"p2p_communicator": stages, "pg_collection": groups}
 
     def _step(
         self, numbered: tuple[int, Share], model: torch.nn.Module, loss: _LossFunction, *, train: bool

@@ -36,7 +36,7 @@ def recipe_setting(**changes: Any) -> RecipeSetting:
 
 
 def step_setting(**changes: Any) -> StepSetting:
-    values = {"layouts": ("tp2",), "ratios": (3.0,), "size": "tiny", "sequences": 8, "mean_length": 16}
+    values = {"layouts": ("pp2",), "ratios": (3.0,), "size": "tiny", "sequences": 8, "mean_length": 16}
     return StepSetting(**{**values, "micro_batch_tokens": 64, "repeats": 1, **changes})
 
 

@@ -27,7 +27,7 @@ from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, TRANSFORMER_ENGINE, Packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
-from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options, one_length
+from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 
@@ -59,7 +59,6 @@ def transformer_config(
         cp_comm_type=engine.parallel.cp_comm_type,
         sequence_parallel=engine.parallel.sequence_parallel,
         pipeline_dtype=dtype,
-        variable_seq_lengths=engine.parallel.pp > 1 and not one_length(spec, engine.parallel, platform),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # The random weights are overwritten, but drawing them is where Megatron marks which parameters are tensor-parallel.

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRoute
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tepo_megatron.config import EngineConfig, MoeBalanceConfig, ParallelConfig
+from tepo_megatron.config import EngineConfig, MoeBalanceConfig
 from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.trainer.megatron.parallel.batch import Share
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
@@ -223,11 +223,6 @@ def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, gr
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.tp if parallel.etp is None else parallel.etp,
     }
-
-
-def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
-    # Megatron's gathering dispatcher exchanges micro-batches of one length
-    return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
 
 
 def _auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:

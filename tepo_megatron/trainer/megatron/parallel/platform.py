@@ -53,7 +53,6 @@ class Platform:
             (torch.cuda, "get_rng_state", random_state),  # the tracker of model-parallel random states
             (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # tied embeddings on the first and last stage
             (megatron_random, "_get_cuda_rng_state", random_state),  # recomputation, which would replay dropout; there is none
-            (torch.cuda, "synchronize", lambda *_, **__: None),  # after pipeline sends; gloo's are already complete
             (megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu),  # states on the host: which tensors are offloaded
             (distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu),  # the same, for shards of the distributed optimizer
             (optimizer_config, "is_te_min_version", lambda *_: False),  # states on the host: Transformer Engine's version
