@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,25 +26,32 @@ RECIPES = ("none", "delayed", "tensorwise", "blockwise")
 
 def look(rank: int, world: int) -> dict[str, Any]:
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import RowParallelLinear
 
     from tepo_megatron.trainer.megatron.parallel import platform
 
     warnings.filterwarnings("ignore")
     cpu = platform.select_platform(EngineConfig(platform="cpu"))
     ranks = platform.initialize(RunConfig().engine.parallel, cpu, seed=0, timeout=timedelta(hours=2))
+    RowParallelLinear.fuse_wgrad_accumulation = None  # a stand-in for Transformer Engine's
+
+    def fusing(model: Any) -> list[Any]:
+        return [module.fuse_wgrad_accumulation for module in model.modules() if isinstance(module, RowParallelLinear)]
+
     with cpu.megatron():
         return {
-            "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks, {}, {}).named_parameters()},
+            "fuses": [fusing(build(cpu, ranks, model={"lora": lora})) for lora in (None, {"rank": 2})],
+            "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks).named_parameters()},
             "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
             "timeout": parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options._timeout,
         }
 
 
-def build(cpu: Any, ranks: Any, model_section: dict[str, Any], engine_section: dict[str, Any]) -> Any:
-    from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
+def build(cpu: Any, ranks: Any, **sections: Any) -> Any:
+    from tepo_megatron.trainer.megatron.model.model import LOCAL
+    from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 
-    run = RunConfig.model_validate({"model": model_section, "engine": engine_section})
-    return build_model(SPEC, transformer_config(SPEC, run.model, run.engine, cpu, LOCAL), ranks, LOCAL)
+    return PolicyBuilder(RunConfig.model_validate(sections), SPEC, Path(), cpu, LOCAL, ranks, ())._chunks()[1][0]
 
 
 def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import transformer_block
 
-    model = build(cpu, ranks, {"dtype": "bfloat16"}, {"fp8": {"recipe": recipe}})
+    model = build(cpu, ranks, model={"dtype": "bfloat16"}, engine={"fp8": {"recipe": recipe}})
     depth = 0
 
     @contextlib.contextmanager
@@ -92,6 +100,10 @@ def test_parameters_are_where_the_bridge_looks_for_them(seen: dict[str, Any]) ->
 def test_megatrons_groups_wait_as_long_as_the_world(seen: dict[str, Any]) -> None:
     """The watch must report a rank that hangs before a group gives up; Megatron's own limit is 30 minutes."""
     assert seen["timeout"] == timedelta(hours=2)
+
+
+def test_linears_that_can_add_to_gradients_in_fp32_do_so_without_apex_unless_there_are_adapters(seen: dict[str, Any]) -> None:
+    assert seen["fuses"] == [[True] * 2 * LAYERS, [False] * 2 * LAYERS]
 
 
 def test_fp8_is_for_the_linears_of_the_layers_and_not_for_the_head(seen: dict[str, Any]) -> None:

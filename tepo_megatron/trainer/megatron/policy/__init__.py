@@ -130,11 +130,14 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        if config.model.lora is not None:
-            # It adds weight gradients to a buffer, and neither frozen nor merged weights have one.
-            megatron.gradient_accumulation_fusion = False
+        fuses = config.model.lora is None  # neither frozen nor merged weights have a buffer for their gradients
+        megatron.gradient_accumulation_fusion &= fuses
         head, numbers = config.engine.head, range(self.ranks.vpp)
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
+        chunks = [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's, which does not need apex for it
+                module.fuse_wgrad_accumulation = fuses
+        return megatron, chunks
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
