@@ -204,7 +204,7 @@ class Rank0:
         figures |= NO_SERVERS if sampler is None else sampler.figures() | self.collector.idle_shares(split)
         written = self.output.write_row(step, {**figures, **split, **dict.fromkeys(LOST, 0.0), **self.lost})
         self.lost.clear()
-        self.servers.report_addresses()
+        self.servers.report_servers()
         self._retention.after_row(step)
         for sentence in self._objective_watch.noise(figures):
             self.output.message(sentence)
@@ -268,11 +268,11 @@ class _Servers:
                 self._starting.result()
             else:
                 self.sampler.start()
-        self.report_addresses()
+        self.report_servers()
 
-    def report_addresses(self) -> None:
-        addresses = [] if self.sampler is None else self.sampler.addresses
-        self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
+    def report_servers(self) -> None:
+        servers = [] if self.sampler is None else self.sampler.describe()
+        self._heartbeat.tell(servers=servers, reward_workers=self._config.reward.workers)
 
     def run_or_revive(self, work: Callable[[], _T | None]) -> tuple[_T | None, bool]:
         """Also returns whether a server died; it is revived with stale weights."""

@@ -130,6 +130,10 @@ class Sampler(WeightReceiver, Protocol):
     def addresses(self) -> list[str]:
         """The servers' addresses."""
 
+    def describe(self) -> list[str]:
+        """A line for each server, for ``tepo status``. Called after each step."""
+        return self.addresses
+
     def start(self) -> None:
         """Returns when ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""
 

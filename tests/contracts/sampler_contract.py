@@ -112,6 +112,7 @@ def assert_close(member: str, ours: Any, theirs: Any) -> None:
 
 MEMBERS, CALLS, STOP = "Sampler: its members", "Sampler: every member answers", "stop: for good"
 """The checks that name a member that is missing, or raises."""
+DEFAULTS = ("generate", "describe", "__enter__", "__exit__")
 
 
 @check(MEMBERS)
@@ -123,7 +124,7 @@ def members(sampler: Sampler) -> None:
 def have_members(subject: Any, *protocols: type) -> None:
     for protocol in protocols:
         for name, member in members_of(protocol).items():
-            is_inherited = getattr(type(subject), name, None) is member and name not in ("generate", "__enter__", "__exit__")
+            is_inherited = getattr(type(subject), name, None) is member and name not in DEFAULTS
             exists = name in dir(subject) and not is_inherited
             assert exists, f"{protocol.__name__}.{name} is missing"
             if callable(member) and not name.startswith("_"):
@@ -168,6 +169,7 @@ def calls(sampler: Sampler) -> None:
     returned("generate", sampler.generate(PROMPTS[:1], n=1, temperature=1.0, max_new_tokens=2, seed=0), list)
     returned("weights_version", sampler.weights_version, WeightsVersion)
     returned("addresses", sampler.addresses, list)
+    returned("describe", sampler.describe(), list)
     returned("figures", sampler.figures(), dict)
     returned("prompt_logprobs", sampler.prompt_logprobs(PROMPTS[0]), dict)
     returned("read_through_cache", sampler.read_through_cache(PROMPTS[0], 2), dict)

@@ -19,6 +19,7 @@ from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tests.contracts.sampler_contract import (
     CALLS,
     CHECKS,
+    DEFAULTS,
     EOS,
     MAX_LENGTH,
     MEMBERS,
@@ -51,6 +52,11 @@ def sampler(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Sampler
         yield running
 
 
+def test_servers_say_what_computes_their_samples(sampler: Sampler) -> None:
+    runner = "" if isinstance(sampler, ReferenceSampler) else ": Model Runner V1, CPUAttentionBackendImpl"
+    assert sampler.describe() == [address + runner for address in sampler.addresses]
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_sampler_keeps_the_contract(sampler: Sampler, name: str) -> None:
     CHECKS[name](sampler)
@@ -77,7 +83,6 @@ class UntemperedLogprobs(ReferenceSampler):
 
 
 def with_streams(kind: Any) -> type[ReferenceSampler]:
-
     def sample_stream(self: Any, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> Any:
         stop_ids = tuple(self._options["stop_token_ids"])
         return kind(self, Sampling.of(sampling, stop_ids, sampling_mask=sampling_mask), on_move)
@@ -167,7 +172,7 @@ def broken(protocol: type, member: str, fault: Any) -> type[ReferenceSampler]:
         act.__signature__ = inspect.signature(getattr(base, member))  # type: ignore[attr-defined]
     kind: Any = type("Broken", (base,), {member: property(act) if is_property else act})
     if fault == "missing":
-        inherited = {name: vars(Sampler)[name] for name in ("generate", "__enter__", "__exit__")}
+        inherited = {name: vars(Sampler)[name] for name in DEFAULTS}
         others = {name: value for name, value in vars(base).items() if name not in ("__dict__", "__weakref__")}
         kind = type("Broken", (), {name: value for name, value in (inherited | others).items() if name != member})
     return with_streams(kind) if protocol is SampleStream else kind

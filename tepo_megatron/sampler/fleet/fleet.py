@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any, TypeVar
 
@@ -33,6 +34,11 @@ class Fleet(ServerPool, Sampler):
     @property
     def addresses(self) -> list[str]:
         return [server.url for server in self._servers if server.port]
+
+    def describe(self) -> list[str]:
+        with suppress(RuntimeError):  # the next request says why
+            return [f"{client.url}: {client.facts}" for client in self._clients]
+        return self.addresses
 
     def start(self) -> None:
         try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +21,7 @@ from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_
 from tepo_megatron.sampler.vllm.wire import (
     ABORT,
     ADAPTER_NAME,
+    FACTS,
     PROGRESS,
     SAMPLES,
     USE_ADAPTER,
@@ -120,6 +121,10 @@ class Client:
         if not health.is_success:
             raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
         return reply.text if reply.is_success else None
+
+    @cached_property
+    def facts(self) -> str:
+        return str(self._post(FACTS).get("facts"))
 
     def draw(
         self,

@@ -26,6 +26,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 SAMPLES = "/tepo/samples"
 ABORT = "/tepo/samples/abort"  # answered with the parts
 PROGRESS = "/progress"
+FACTS = "/tepo/facts"
 USE_ADAPTER = "/use_adapter"
 
 KEY_VARIABLE = "VLLM_API_KEY"

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.sampler.vllm.client import GENERATE
 from tepo_megatron.sampler.vllm.plugin.middleware import ALLOWED, Middleware
-from tepo_megatron.sampler.vllm.wire import ABORT, AWAITS_VARIABLE, KEY_VARIABLE, PROGRESS, SAMPLES
+from tepo_megatron.sampler.vllm.wire import ABORT, AWAITS_VARIABLE, FACTS, KEY_VARIABLE, PROGRESS, SAMPLES
 from tests.unit.sampler.conftest import ask
 
 UPDATE = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -55,7 +56,7 @@ def test_nothing_but_an_update_is_served_before_the_first_one_has_ended(path: st
     assert served.post(path)[0] == (400 if path == SAMPLES else 200)  # the request for samples is empty
 
 
-@given(paths=st.lists(st.sampled_from([GENERATE, "/v1/completions", *sorted(ALLOWED - {ABORT, PROGRESS})]), max_size=12))
+@given(paths=st.lists(st.sampled_from([GENERATE, "/v1/completions", *sorted(ALLOWED - {ABORT, PROGRESS, FACTS})]), max_size=12))
 def test_samples_come_only_after_an_update_that_nothing_undid(paths: list[str]) -> None:
     for awaits in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -77,6 +78,13 @@ def test_a_request_without_the_key_gets_no_further(header: bytes | None, monkeyp
     monkeypatch.delenv(KEY_VARIABLE)
     with pytest.raises(RuntimeError, match="must not run without a key"):
         Middleware(served._answer)
+
+
+def test_a_server_says_which_model_runner_and_attention_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = mock.AsyncMock(return_value=["(attn): Attention(num_heads=2, scale=0.5, backend=FlashAttentionImpl)"] * 2)
+    engine = SimpleNamespace(collective_rpc=attention, vllm_config=SimpleNamespace(use_v2_model_runner=True))
+    answer = ask(Served(monkeypatch, awaits=True).middleware, FACTS, state=SimpleNamespace(engine_client=engine))
+    assert answer == (200, b'{"facts":"Model Runner V2, FlashAttentionImpl"}')
 
 
 # -- the end

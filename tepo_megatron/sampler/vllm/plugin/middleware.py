@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +22,7 @@ from tepo_megatron.sampler.vllm.wire import (
     ADAPTER_NAME,
     ADAPTER_PATH,
     AWAITS_VARIABLE,
+    FACTS,
     KEY_VARIABLE,
     PROGRESS,
     SAMPLES,
@@ -34,7 +36,7 @@ _HEALTH, _OPENS, _CLOSES = "/health", "/finish_weight_update", "/sleep"
 
 ALLOWED = frozenset(
     {
-        *(_HEALTH, PROGRESS, "/metrics", "/version", "/v1/models", "/is_sleeping", "/is_paused"),
+        *(_HEALTH, PROGRESS, FACTS, "/metrics", "/version", "/v1/models", "/is_sleeping", "/is_paused"),
         *(ABORT, "/pause", "/resume", _CLOSES, "/wake_up", "/reset_prefix_cache"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", _OPENS),
     }
@@ -63,7 +65,7 @@ class Middleware:
         self._has_weights = not os.environ.get(AWAITS_VARIABLE)
         self._open: dict[str, list[str]] = {}
         """Request id → the engine's names of its samples."""
-        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: _progress, USE_ADAPTER: _use_adapter}
+        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: _progress, FACTS: _facts, USE_ADAPTER: _use_adapter}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -202,6 +204,13 @@ async def _progress(request: Request) -> Response:
     requests = request.app.state.engine_client.output_processor.request_states
     tokens = sum(state.detokenizer.num_output_tokens() for state in requests.values() if state.detokenizer is not None)
     return JSONResponse({"requests": len(requests), "tokens": tokens})
+
+
+async def _facts(request: Request) -> Response:
+    engine = request.app.state.engine_client
+    attention = re.findall(r"Attention\w*\(.*backend=(\w+)", "\n".join(await engine.collective_rpc("get_model_inspection")))
+    runner = f"Model Runner V{1 + engine.vllm_config.use_v2_model_runner}"
+    return JSONResponse({"facts": ", ".join([runner, *sorted(set(attention))])})
 
 
 async def _use_adapter(request: Request) -> Response:
