@@ -20,5 +20,5 @@ format:
 test:
 	bash scripts/test.sh
 
-test-fast: ## while you work: tests/unit without what is marked slow
+test-fast: ## while you work: the quick ones of tests/unit
 	bash scripts/test.sh --fast
