@@ -3,6 +3,7 @@
 #
 #   bash scripts/gpu_kit.sh                 gpu-kit/: the trainer with Megatron's own layers, 6 MiB, under a minute
 #   bash scripts/gpu_kit.sh --te            also Transformer Engine, for compute capability 9.0 only: 10 MiB more, 15 minutes
+#   bash scripts/gpu_kit.sh --rollouts      also recorded rollouts, for the part "replay" of tepo bench gpu: a minute, with .venv
 #   bash scripts/gpu_kit.sh --te --check    then imports all of it beside a CUDA build of that torch (needs no GPU)
 #
 # It goes on where it stopped. On the machine: . scripts/gpu_kit_install.sh. That machine brings torch with CUDA 13, triton,
@@ -15,11 +16,12 @@ TORCH=${TORCH:-2.11.0} ARCHITECTURES=${ARCHITECTURES:-90}
 kit=gpu-kit work=build/gpu-kit/$TORCH
 lacking='megatron-core|pydantic|pydantic-core|annotated-types|typing-inspection|omegaconf|antlr4-python3-runtime|math-verify|latex2sympy2-extended'
 
-te=false check=false
+te=false check=false rollouts=false
 for argument in "$@"; do
   case $argument in
     --te) te=true ;;
     --check) check=true ;;
+    --rollouts) rollouts=true ;;
     *) die "unknown argument $argument; see the first lines of scripts/gpu_kit.sh" ;;
   esac
 done
@@ -53,6 +55,14 @@ if [[ ! -e $kit/.small || $(<"$kit/.small") != "${wheels[*]}" ]]; then
       "$python" -m pip wheel -qq --no-deps -w "$kit" "$wheel" || die "$wheel has neither a wheel for Python 3.12 nor a source that builds"
   done
   echo "${wheels[*]}" >"$kit/.small"
+fi
+
+if $rollouts && [[ ! -d $kit/rollouts ]]; then
+  say "recording the rollouts of four steps of examples/tiny"
+  rm -rf "$work/recorded"
+  .venv/bin/tepo train examples/tiny/run.yaml "output=$work/recorded" train.steps=4 rollout.record=true evaluate.every=0 \
+    engine.parallel.tp=1 engine.parallel.sequence_parallel=false log.progress=plain
+  mv "$work/recorded/rollouts" "$kit/rollouts"
 fi
 
 if $te; then

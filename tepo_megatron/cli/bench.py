@@ -90,6 +90,7 @@ def _reshard_command(
 @app.command("recipes")
 @user_errors()
 def _recipes_command(
+    overrides: Annotated[list[str] | None, Argument(help="Settings of the run, such as engine.layers=local.")] = None,
     size: Annotated[str, Option(help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
     chosen: Annotated[
         str, Option("--recipes", help="Values of engine.fp8.recipe, separated by commas; the first is what others meet.")
@@ -110,7 +111,7 @@ def _recipes_command(
     """
     from tepo_megatron.tools.bench import recipes
 
-    setting = recipes.RecipeSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
+    setting = recipes.RecipeSetting(size, steps, sequences, length, dtype, micro_batch_tokens, tuple(overrides or ()))
     _finish(setting.report(setting.run(chosen.split(","))), output, as_json)
 
 
@@ -204,26 +205,32 @@ def _report_command(
 @user_errors()
 def _gpu_command(
     only: Annotated[str, Option(help="Parts, separated by commas; default: all.")] = "",
+    show: Annotated[bool, Option("--list", help="Only list the parts, in order of value, with what each needs.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Keep what passed in the newest report of this GPU.")] = False,
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are not run.
+    """Tests, kernels, training steps and a weight sync on this machine's GPU; parts without their packages are not run.
 
-    Writes <output>/<gpu>/<date and time>.json and .md after each part. Exit code 0 if all that ran passed, 1 if a part failed,
-    3 without a GPU. Run it in the root of the repository.
+    Writes <output>/<gpu>/<date and time>.json and .md after each part, which takes at most nine minutes. Exit code 0 if all
+    that ran passed, 1 if a part failed, 3 without a GPU. Run it in the root of the repository.
 
     [dim]bash scripts/gpu_check.sh[/]
 
-    [dim]tepo bench gpu --only tests,kernels[/]
+    [dim]tepo bench gpu --only kernels,head --resume[/]
     """
     from tepo_megatron.tools.bench import gpu
     from tepo_megatron.tools.results import select
 
     parts = select(only, {part.name: part for part in gpu.PARTS}, "part")
+    if show:
+        rows = [(part.name, f"{part.limit_s}", ", ".join(part.packages), f"{part.memory_gib:g}", part.what) for part in parts]
+        show_table(("part", "seconds at most", "packages", "GiB", "what"), rows, as_json=as_json)
+        return
     result = gpu.Gpu.find()
     if isinstance(result, str):
         echo(f"gpu check: {result}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)
-    report, passed = gpu.check(parts, result, output, _say)
+    report, passed = gpu.check(parts, result, output, _say, resume=resume)
     _finish(report, output, as_json)
     raise typer.Exit(int(not passed))

@@ -26,7 +26,9 @@ NO_GPU = 3  # exit status without a GPU
 
 @dataclass(frozen=True)
 class Part:
-    """``command`` follows ``python -m``; ``{out}`` is the part's folder. Skipped without its ``packages``."""
+    """``command``, then each of ``more``, follows ``python -m``; ``{out}`` is its folder. Skipped without its ``packages``
+    or the folder ``recorded``. All commands end within ``limit_s``: a machine that is lent ends one after ten minutes.
+    """
 
     name: str
     what: str
@@ -34,7 +36,9 @@ class Part:
     figures: Callable[[Path, str], Mapping[str, Any]]  # (folder of results, output) → figures, or ValueError
     packages: tuple[str, ...] = ()
     memory_gib: float = 0
-    limit_s: int = 600
+    limit_s: int = 540
+    more: tuple[tuple[str, ...], ...] = ()
+    recorded: Path | None = None
 
     def run(self, gpu: Gpu, say: Callable[[str], None]) -> dict[str, Any]:
         """Returns its record. ``reason``: why it did not run, or its output's end."""
@@ -43,13 +47,21 @@ class Part:
         reason = f"{' and '.join(missing)} not installed (docs/reference/gpu.md)" if missing else ""
         if not missing and self.memory_gib > gpu.memory_gib:
             reason = f"needs about {self.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
+        if self.recorded is not None and not self.recorded.is_dir():
+            reason = f"no rollouts in {self.recorded}; scripts/gpu_kit.sh --rollouts records them, without a GPU"
         if reason:
             say(f"{self.name}: not run, {reason}")
             return {**record, "reason": reason}
         say(f"{self.name}: {self.what} …")
         with tempfile.TemporaryDirectory() as folder:
             start = time.monotonic()
-            printed, reason = _run([argument.replace("{out}", folder) for argument in self.command], self.limit_s)
+            printed = ""
+            for command in (self.command, *self.more):
+                left = max(1, self.limit_s - int(time.monotonic() - start))
+                text, reason = _run([argument.replace("{out}", folder) for argument in command], left)
+                printed += text
+                if reason:
+                    break
             record["seconds"] = time.monotonic() - start
             try:
                 record["figures"] = {} if reason else self.figures(Path(folder), printed)
@@ -66,6 +78,10 @@ class Gpu:
     memory_gib: float
     capability: str
     cuda: str  # torch was built for this version
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     @classmethod
     def find(cls) -> Gpu | str:
@@ -97,11 +113,17 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
     return printed, f"ended with status {process.returncode}" if process.returncode else ""
 
 
-def check(parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None]) -> tuple[Report, bool]:
-    """Writes after each part. False if a part failed."""
+def check(
+    parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None], *, resume: bool = False
+) -> tuple[Report, bool]:
+    """Writes after each part. False if a part failed. ``resume``: what passed in the newest report is taken from there."""
     started, outcomes = datetime.datetime.now(datetime.UTC), list[dict[str, Any]]()
+    before = sorted((output / gpu.folder).glob("*.json"))[-1:] if resume else []
+    passed = {
+        part["name"]: part for path in before for part in json.loads(path.read_text())["parts"] if part["state"] == "passed"
+    }
     for part in parts:
-        outcomes.append(part.run(gpu, say))
+        outcomes.append(passed.get(part.name) or part.run(gpu, say))
         _report(outcomes, gpu, started).write(output)
     return _report(outcomes, gpu, started), all(outcome["state"] != "failed" for outcome in outcomes)
 
@@ -113,11 +135,10 @@ def _report(outcomes: Sequence[Mapping[str, Any]], gpu: Gpu, started: datetime.d
         shown = outcome["reason"].splitlines()[0] if outcome["reason"] else figures
         seconds = "–" if outcome["state"] == "not run" else f"{outcome['seconds']:.0f}"
         rows.append((outcome["name"], outcome["state"], seconds, shown.replace("|", "/")))
-    folder = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": outcomes}
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
     table = Table(("part", "state", "seconds", "figures, or why not"), rows)
-    return Report(f"{folder}/{started:%Y-%m-%dT%H%MZ}", record, [table], note)
+    return Report(f"{gpu.folder}/{started:%Y-%m-%dT%H%MZ}", record, [table], note)
 
 
 def _pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
@@ -164,6 +185,16 @@ def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
     return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in expected if name in rows[-1]}
 
 
+def _replay_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = ("entropy/noise/p99", "entropy/delta_masked", "entropy/delta_unmasked", "mismatch/kl", "mask/fraction", "time/step")
+    return {"steps": len(rows) - 1} | {name: [row[name] for row in rows[1:] if name in row] for name in names}
+
+
+def _head_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    return {"results": _results(folder, "head-*.json")}
+
+
 _PYTEST = ("pytest", "-m", "gpu", "-q")
 _BENCH = ("tepo_megatron", "bench")
 _TINY_ON_GPU = (
@@ -173,10 +204,24 @@ _TINY_ON_GPU = (
 )
 
 
-def _steps(size: str, recipes: str, memory_gib: float) -> Part:
-    command = (*_BENCH, "recipes", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
-    what = f"50 optimizer steps of a {size.upper()} Llama, bf16 beside FP8"
-    return Part(f"step {size}", what, command, _step_figures, ("transformer_engine",), memory_gib, limit_s=900)
+_RECORDED = Path("gpu-kit/rollouts")
+_REPLAY = (
+    *("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", "engine.platform=cuda", "engine.layers=local"),
+    *("engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "model.dtype=bfloat16", "optimizer.distributed=true"),
+    *("engine.noise_every=1", "train.save_every=1", "evaluate.every=0", f"rollout.replay={_RECORDED}"),
+    "rollout.replay_weights=any",
+)
+
+
+def _tests(name: str, what: str, *files: str, packages: tuple[str, ...] = ("pytest", "hypothesis")) -> Part:
+    return Part(name, what, (*_PYTEST, *(f"tests/gpu/{file}" for file in files)), _pytest_figures, packages)
+
+
+def _steps(name: str, recipes: str, memory_gib: float, *settings: str) -> Part:
+    size, packages = name.split()[1], () if settings else ("transformer_engine",)
+    command = (*_BENCH, "recipes", "--size", size, "--recipes", recipes, "--steps", "20", "--output", "{out}", *settings)
+    what = f"20 optimizer steps of a {size.upper()} Llama, {recipes.replace(',', ' beside ')}"
+    return Part(name, what, command, _step_figures, packages, memory_gib)
 
 
 def _three_steps(name: str, what: str, *settings: str) -> Part:
@@ -184,7 +229,9 @@ def _three_steps(name: str, what: str, *settings: str) -> Part:
 
 
 PARTS = (
-    Part("tests", "pytest -m gpu", (*_PYTEST, "tests/gpu"), _pytest_figures, ("pytest", "hypothesis"), limit_s=1800),
+    _tests("tests triton", "the kernels' values and gradients, pytest -m gpu", "test_triton_gpu.py"),
+    _tests("tests transport", "weights by CUDA IPC and NCCL, pytest -m gpu", "test_transport_gpu.py"),
+    _tests("tests layers", "fused head, FP8 layers, kept logits, pytest -m gpu", "test_layers_gpu.py"),
     Part(
         "kernels",
         "log-prob and entropy, bytes moved over the bandwidth of a copy",
@@ -193,15 +240,29 @@ PARTS = (
         ("triton",),
     ),
     Part(
-        "experts",
-        "experts in Transformer Engine's grouped products in bf16 and FP8, and split over two GPUs where there are two",
-        (*_PYTEST, "tests/gpu/test_experts_gpu.py"),
-        _pytest_figures,
-        ("pytest", "transformers", "transformer_engine"),
-        limit_s=900,
+        "head",
+        "the fused head beside logits, memory and time",
+        ("scripts.studies.measure_head", "--hidden", "4096", "--dtypes", "bfloat16", "--output", "{out}"),
+        _head_figures,
     ),
-    _steps("1b", "none,tensorwise,delayed,blockwise", memory_gib=40),
-    _steps("8b", "none,blockwise", memory_gib=160),
+    _steps("step 1b local", "none", 30, "engine.layers=local", "engine.head=fused", "optimizer.distributed=true"),
+    Part(
+        "replay",
+        "the loop on recorded rollouts with Megatron's own layers, and a resume of it: checkpoints, noise, entropy's change",
+        (*_REPLAY, "train.steps=2"),
+        _replay_figures,
+        more=((*_REPLAY, "train.steps=4", "--resume"),),
+        recorded=_RECORDED,
+    ),
+    _tests(
+        "tests experts",
+        "experts in Transformer Engine's grouped products in bf16 and FP8, and split over two GPUs where there are two",
+        "test_experts_gpu.py",
+        packages=("pytest", "transformers", "transformer_engine"),
+    ),
+    _steps("step 1b", "none,tensorwise", 40),
+    _steps("step 1b more", "none,delayed,blockwise", 40),
+    _steps("step 8b", "none,blockwise", 160),
     _three_steps(
         "lean",
         "three steps of TEPO with optimizer states in fewer bits",
@@ -220,3 +281,4 @@ PARTS = (
         "lora", "the same with LoRA: layers of Transformer Engine that compute with merged weights", "model.lora.rank=8"
     ),
 )
+"""In the order of value for a first run on a bare machine."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tools.results import Report, Table, in_processes
 from tepo_megatron.weights.architecture import model_spec
@@ -91,10 +92,11 @@ class RecipeSetting:
     length: int
     dtype: str
     micro_batch_tokens: int
+    overrides: tuple[str, ...] = ()  # of the run's configuration
 
     def run_config(self, recipe: str) -> RunConfig:
-        engine = {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}}
-        return RunConfig.model_validate({"model": {"dtype": self.dtype}, "engine": engine, "optimizer": {"lr": 1e-5}})
+        settings = (f"model.dtype={self.dtype}", f"engine.micro_batch_tokens={self.micro_batch_tokens}", "optimizer.lr=1e-5")
+        return load_run(None, [*settings, f"engine.fp8.recipe={recipe}", *self.overrides])
 
     def run(self, recipes: Sequence[str]) -> list[RecipeMeasurement]:
         """Raises ValueError for a refused recipe."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,40 @@ def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     assert lines[-1] == "| a part | not run | – | no_such_package not installed (docs/reference/gpu.md) |"
 
 
+def test_every_part_ends_within_the_ten_minutes_of_a_lent_machine_and_is_listed() -> None:
+    assert all(0 < part.limit_s <= 540 for part in PARTS)
+    listed = json.loads(invoke("bench", "gpu", "--list", "--json").stdout)
+    assert [row["part"] for row in listed] == [part.name for part in PARTS]
+
+
+def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path) -> None:
+    fails = replace(part("json.tool", "/nonexistent"), name="other")
+    check([part("base64", "-t"), fails], H200, tmp_path, print)
+    never, said = part("json.tool", "/nonexistent"), list[str]()
+    _report, passed = check([never, replace(fails, command=("base64", "-t"))], H200, tmp_path, said.append, resume=True)
+    assert passed
+    assert [line.partition(":")[0] for line in said] == ["other", "other"]
+    assert not check([never], H200, tmp_path, print)[1]
+
+
+def test_a_part_of_several_commands_ends_with_the_first_that_fails(tmp_path: Path) -> None:
+    second, third = ("json.tool", "/nonexistent"), ("base64", "-t")
+    once, twice, stopped = (part("base64", "-t", more=more).run(H200, print) for more in ((), (third,), (second, third)))
+    assert len(twice["figures"]["printed"]) > len(once["figures"]["printed"])
+    assert stopped["state"] == "failed"
+    assert stopped["reason"].count("Aladdin") == once["figures"]["printed"].count("Aladdin")
+    assert "scripts/gpu_kit.sh --rollouts" in part("base64", recorded=tmp_path / "no").run(H200, print)["reason"]
+
+
 def test_parts_are_chosen_by_name() -> None:
-    assert select("kernels, tests", NAMED, "part") == [NAMED["tests"], NAMED["kernels"]]
+    assert select("kernels, replay", NAMED, "part") == [NAMED["kernels"], NAMED["replay"]]
     assert select("", NAMED, "part") == list(PARTS)
-    with pytest.raises(ValueError, match="--only kernel: no such part; known: tests, kernels"):
+    with pytest.raises(ValueError, match="--only kernel: no such part; known: tests triton, tests transport"):
         select("kernel", NAMED, "part")
 
 
 def test_figures_are_counts_of_tests_and_shares_of_a_copys_bandwidth_or_refused(tmp_path: Path) -> None:
-    tests, kernels = NAMED["tests"].figures, NAMED["kernels"].figures
+    tests, kernels = NAMED["tests triton"].figures, NAMED["kernels"].figures
     assert tests(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
     row = {"tokens": 8192, "vocab": 16032, "dtype": "bf16", "peak_extra": 0.004, "forward_collectives": 0}
     row |= {"backward_collectives": 0, "shard_bytes": 4e9, "copy_gbps": 4000.0, "forward_ms": 1.25, "backward_ms": 2.5}
