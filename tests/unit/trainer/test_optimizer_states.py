@@ -150,3 +150,16 @@ def test_a_master_is_set_where_it_is_held() -> None:
     value = torch.arange(6.0).view(2, 3)
     OptimizerStates(wrapped).set_master(param, value)
     assert torch.equal(param, value)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([torch.bfloat16, torch.float32])), max_size=4))
+def test_states_are_copied_to_the_host_whatever_their_size(sizes: list[tuple[int, torch.dtype]]) -> None:
+    """In chunks of 32 bytes."""
+    copies = offload.HostCopies(torch.device("cpu"), chunk_bytes=32)
+    tensors = [torch.randn(size, 3).to(dtype).t() for size, dtype in sizes]  # not contiguous
+    results = [copies.copy(tensor) for tensor in tensors]
+    assert [result.dtype for result in results] == [dtype for _, dtype in sizes]
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(map(torch.equal, results, expected))

@@ -22,6 +22,7 @@ from tepo_megatron.runtime.files import partial_path, sync_folder
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
 from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, broadcast_json
 from tepo_megatron.trainer.megatron.policy import Policy
+from tepo_megatron.trainer.megatron.policy.offload import HostCopies
 from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
 from tepo_megatron.trainer.protocol import SavedCheckpoint
@@ -97,7 +98,11 @@ class _Saving:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
-            self._boxes = [(key, box.cpu()) for key, box in boxes]
+            copies: HostCopies | None = None
+            self._boxes = []
+            for key, box in boxes:
+                copies = copies or HostCopies(box.device)
+                self._boxes.append((key, copies.copy(box)))
             self._thread = threading.Thread(target=self._write, name=f"write-checkpoint-{step}", daemon=True)
             self._thread.start()
         self._stage_s = time.monotonic() - began

@@ -57,6 +57,33 @@ class _OffloadedStorages:
             torch.cuda.synchronize(self._device)
 
 
+class HostCopies:
+    """Copies tensors to pageable host memory through two pinned chunks: without, a copy has a third of the bus's speed, and the
+    pinned memory of a whole tensor would be a power of two.
+    """
+
+    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._chunks = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(2)]
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        size = self._chunks[0].numel()
+        sources, targets = ([*flat.reshape(-1).view(torch.uint8).split(size)] for flat in (tensor, result))
+        arrived: list[Callable[[], None]] = []
+        for index in range(len(sources) + 1):
+            if index < len(sources):
+                self._chunks[index % 2][: sources[index].numel()].copy_(sources[index], non_blocking=True)
+                event = torch.cuda.Event() if self._on_gpu else None
+                arrived.append(event.synchronize if event is not None else lambda: None)
+                if event is not None:
+                    event.record()
+            if index:  # while the next chunk arrives
+                arrived[index - 1]()
+                targets[index - 1].copy_(self._chunks[(index - 1) % 2][: targets[index - 1].numel()])
+        return result
+
+
 class Offloader:
     """Every rank calls in the same order. ``frozen`` models count as optimizer state."""
 
