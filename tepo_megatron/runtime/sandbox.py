@@ -6,12 +6,13 @@ import asyncio
 import os
 import resource
 import signal
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
+
+from tepo_megatron.runtime.isolation import PYTHON, confined
 
 _MOST_PRINTED = 4 * 2**20
 
@@ -33,8 +34,8 @@ class _Ran:
 class Sandbox:
     """Runs programs by this Python with the standard library alone, each in an empty folder.
 
-    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. Programs may read all files of this user. They
-    have the caller's network: it raises RuntimeError if that is still the parent's.
+    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. docs/guides/rewards.md says what a program may
+    reach. It has the caller's network: raises RuntimeError if that is still the parent's.
     """
 
     seconds: float
@@ -45,35 +46,39 @@ class Sandbox:
             raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
 
     async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> _Ran:
-        """``kept``: bytes of output to return, from both ends. Raises OSError."""
-        with (
-            tempfile.TemporaryDirectory(prefix="tepo-python-", ignore_cleanup_errors=True) as folder,
-            tempfile.TemporaryFile() as stdin,
-        ):
+        """``arguments``: a script, which the program may read, or ``-c``. ``kept``: bytes of output to return, from both ends.
+
+        Raises OSError.
+        """
+        # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
+        async with _read_end() as (printed, write_end), self._started(arguments, given, write_end) as process:
+            write_end.close()
+            return await self._read(process, printed, kept)
+
+    @asynccontextmanager
+    async def _started(
+        self, arguments: Sequence[str], given: bytes, stdout: BinaryIO
+    ) -> AsyncIterator[asyncio.subprocess.Process]:
+        with confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine), tempfile.TemporaryFile() as stdin:
             stdin.write(given)
             stdin.seek(0)
-            # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
-            async with _read_end() as (printed, write_end):
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-I",  # neither this package's folders nor the user's variables
-                    "-S",  # the standard library alone
-                    *arguments,
-                    cwd=folder,
-                    env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-                    stdin=stdin,
-                    stdout=write_end,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=self._limit,
-                )
-                write_end.close()
-                try:
-                    return await self._read(process, printed, kept)
-                finally:
-                    with suppress(ProcessLookupError):  # also what it has started
-                        os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
+            process = await asyncio.create_subprocess_exec(
+                *PYTHON,
+                *arguments,
+                cwd=folder,
+                env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+                stdin=stdin,
+                stdout=stdout,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: self._limit(confine),
+            )
+            try:
+                yield process
+            finally:
+                with suppress(ProcessLookupError):  # also what it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
 
     async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, kept: int) -> _Ran:
         head, tail, printed = b"", b"", 0
@@ -89,13 +94,14 @@ class Sandbox:
         except TimeoutError:
             return _Ran(head, tail, None, f"it ran longer than {self.seconds:g} s")
 
-    def _limit(self) -> None:
+    def _limit(self, confine: Callable[[], None]) -> None:
+        confine()  # first: the kernel starts nothing of a user who is above the limit of processes
         for what, most in (
             (resource.RLIMIT_CPU, int(self.seconds) + 1),
             (resource.RLIMIT_AS, self.memory_mb * 10**6),
             (resource.RLIMIT_FSIZE, 10**7),
             (resource.RLIMIT_NOFILE, 64),
-            (resource.RLIMIT_NPROC, 0),  # root may start some nevertheless
+            (resource.RLIMIT_NPROC, 0),
             (resource.RLIMIT_CORE, 0),
         ):
             _, hard = resource.getrlimit(what)

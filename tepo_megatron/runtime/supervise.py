@@ -109,7 +109,7 @@ class _Scratch:
     """Create it before the group's other processes."""
 
     def __init__(self) -> None:
-        self.folder = _temporary_folder() / folder_name()
+        self.folder = temporary_folder() / folder_name()
         self.folder.mkdir(mode=0o700)
         self._looks = dict.fromkeys(_names(), _LOOKS)
         self._recorded: dict[str, int] = {}
@@ -143,7 +143,7 @@ def folder_name() -> str:
     return f"{_PREFIX}-{_place()}-{pid}-{Process.start_time(pid)}"
 
 
-def _temporary_folder() -> Path:
+def temporary_folder() -> Path:
     """Socket paths have at most 107 characters."""
     folder = Path(tempfile.gettempdir())
     return folder if len(os.fsencode(folder)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
@@ -157,7 +157,7 @@ def sweep(base: Path | None = None) -> list[Path]:
     if not PROC.exists():
         return []
     removed = []
-    for folder in (base or _temporary_folder()).glob(f"{_PREFIX}-{_place()}-*"):
+    for folder in (base or temporary_folder()).glob(f"{_PREFIX}-{_place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _in_use(folder):

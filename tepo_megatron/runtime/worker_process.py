@@ -24,6 +24,7 @@ from typing import IO, Any, Generic, Literal, NoReturn, TypeVar
 
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import STOPPED, Process
+from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.runtime.worker_child import WorkerLimits
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -270,6 +271,7 @@ class WorkerPool(ABC, Generic[W, C]):
         """Another worker has to take its calls; a new one has been started."""
 
     def _start(self, **setup: Any) -> W:
+        sweep()  # folders of programs that a killed worker ran
         worker = self._make()
         self._workers.append(worker)
         self._selector.register(worker.process, selectors.EVENT_READ, worker)

@@ -1,0 +1,158 @@
+"""What Linux takes from the process of a model's program: files, signals, privileges, and a life beyond its parent's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import signal
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tepo_megatron.runtime.supervise import folder_name, temporary_folder
+
+_NOBODY = 65534
+_KERNEL = ctypes.CDLL(None, use_errno=True)
+_PDEATHSIG, _KEEPCAPS, _GET_SECCOMP, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 1, 8, 21, 22, 38, 47  # prctl(2)
+_READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
+_MACHINES = {
+    # AUDIT_ARCH, prctl, clone; ptrace, open_by_handle_at, clone3, fork, vfork
+    "x86_64": (0xC000003E, 157, 56, (101, 304, 435, 57, 58)),
+    "aarch64": (0xC00000B7, 167, 220, (117, 265, 435)),
+}
+PYTHON = (sys.executable, "-I", "-S")
+"""Has neither this package's folders nor the user's variables, and the standard library alone."""
+
+
+@contextmanager
+def confined(scripts: Sequence[str], identity: tuple[bool, int] | None = None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields a new folder, and what a child calls, as ``preexec_fn``, before it runs Python there. It may read ``scripts``.
+
+    The folder has the caller's name, so that :func:`sweep` removes it if the caller is killed.
+    """
+    other_user, capabilities = identity or _identity()
+    base = temporary_folder()
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-", dir=base, ignore_cleanup_errors=True) as folder:
+        if other_user:  # its owner stays, who sweeps
+            os.chown(folder, -1, _NOBODY)
+            os.chmod(folder, 0o770)  # noqa: S103
+        rules = _rules(folder, scripts)
+        try:
+            yield folder, functools.partial(_confine, os.getpid(), other_user, capabilities, rules, _filter())
+        finally:
+            if rules is not None:
+                os.close(rules)
+
+
+@functools.cache
+def _identity() -> tuple[bool, int]:
+    """Returns whether programs run as another user, and with which capabilities: the least with which Python starts."""
+    if os.geteuid() == 0:
+        for capabilities in (0, _READ_SEARCH) if landlock_version() else (0,):
+            with (
+                confined((__file__,), (True, capabilities)) as (folder, confine),
+                suppress(PermissionError, subprocess.SubprocessError),
+            ):
+                command = [*PYTHON, "-c", f"open({__file__!r}); open({folder!r} + '/file', 'w')"]
+                if subprocess.run(command, preexec_fn=confine, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                    return True, capabilities
+    return False, 0
+
+
+def _confine(parent: int, other_user: bool, capabilities: int, rules: int | None, program: bytes | None) -> None:
+    if other_user:
+        _prctl(_KEEPCAPS, 1)
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    _call(_KERNEL.capset, struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[capabilities] * 3, 0, 0, 0))
+    if capabilities:
+        _prctl(_AMBIENT, 2, capabilities.bit_length() - 1)
+    _prctl(_NO_NEW_PRIVS, 1)
+    if rules is not None:
+        _system_call(446, rules, 0)
+    _prctl(_PDEATHSIG, signal.SIGKILL)  # a change of the user would have removed it
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if program is not None:
+        code = ctypes.create_string_buffer(program)
+        header = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
+        _prctl(_SET_SECCOMP, 2, ctypes.addressof(header))
+
+
+def landlock_version() -> int:
+    """Returns 0 without Landlock."""
+    return max(0, _KERNEL.syscall(444, None, ctypes.c_size_t(0), 1)) if platform.machine() in _MACHINES else 0
+
+
+def _rules(folder: str, scripts: Sequence[str]) -> int | None:
+    """Returns a descriptor of Landlock's rules."""
+    version = landlock_version()
+    if version == 0:
+        return None
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    of_files = everything & 0b1100_0000_0000_0111  # execute, write, read, truncate, ioctl
+    read, read_and_write = 0b1101, 0b110  # execute, read, list; write, read
+    scopes = 0b11 if version >= 6 else 0  # abstract sockets, signals
+    rules = _system_call(444, struct.pack("QQQ", everything, 0, scopes), 24, 0)
+    libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+    python = (
+        *map(sysconfig.get_path, ("stdlib", "platstdlib")),
+        f"{sys.base_prefix}/lib",
+        sys.executable,
+        f"{sys.prefix}/pyvenv.cfg",
+    )
+    devices = ("/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom", "/dev/zero")
+    rights = dict.fromkeys((*libraries, *python, *devices, *scripts), read)
+    for path, allowed in {**rights, "/dev/null": read_and_write, folder: everything}.items():
+        with suppress(FileNotFoundError):  # this system has none
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed &= everything if os.path.isdir(path) else of_files
+            try:
+                _system_call(445, rules, 1, struct.pack("=Qi", allowed, descriptor), 0)
+            finally:
+                os.close(descriptor)
+    return rules
+
+
+def _filter() -> bytes | None:
+    """Returns seccomp's program: no new process, no ptrace, no change of the signal at the parent's death."""
+    if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
+        return None
+    architecture, prctl, clone, refused = _MACHINES[platform.machine()]
+    load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | 38  # ENOSYS: the C library then tries another call
+    calls = [(equal, len(refused) - index + 7, 0, number) for index, number in enumerate(refused)]
+    program = [
+        *((load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, 0x80000000), (load, 0, 0, 0)),
+        *((at_least, len(refused) + 8, 0, 0x40000000), *calls),  # x32
+        *((equal, 2, 0, prctl), (equal, 3, 0, clone), (end, 0, 0, allow)),
+        *((load, 0, 0, 16), (equal, 3, 2, _PDEATHSIG)),
+        *((load, 0, 0, 16), (has_bits, 0, 1, 0x10000)),  # a thread
+        *((end, 0, 0, allow), (end, 0, 0, refuse)),
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    _call(_KERNEL.prctl, option, *(ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]))
+
+
+def _system_call(number: int, *arguments: Any) -> int:
+    return _call(
+        _KERNEL.syscall, *(ctypes.c_long(value) if isinstance(value, int) else value for value in (number, *arguments))
+    )
+
+
+def _call(function: Callable[..., int], *arguments: Any) -> int:
+    result = function(*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

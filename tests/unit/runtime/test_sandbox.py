@@ -1,0 +1,101 @@
+"""What a program in the sandbox may not do, and what a killed worker leaves: real programs, a real worker, this kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.runtime import isolation
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tests.support.processes import eventually, gone
+
+WORKER = """
+import asyncio, sys
+from tepo_megatron.runtime import isolation
+from tepo_megatron.runtime.sandbox import Sandbox
+from tepo_megatron.runtime.worker_child import leave_network
+if "no landlock" in sys.argv:
+    isolation.landlock_version = lambda: 0
+assert leave_network() is None
+print(asyncio.run(Sandbox(60, 256).run(("-c", sys.argv[1]), kept=4000)).head.decode())
+"""
+LANDLOCK = isolation.landlock_version()
+NOBODY = 65534
+TRIED = "\ntry:\n    {}\nexcept OSError as error:\n    print(type(error).__name__)\nelse:\n    print('done')"
+
+
+def start(program: str, *options: str, **kwargs: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WORKER, program, *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **kwargs)  # type: ignore[call-overload]
+
+
+def printed(program: str, *options: str) -> str:
+    return start(program, *options).communicate()[0].strip()
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """Every user may write there."""
+    with tempfile.TemporaryDirectory(prefix="box-", dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(LANDLOCK == 0, reason="this kernel has no Landlock")
+def test_a_program_reads_and_writes_its_folder_alone(base: Path) -> None:
+    key = base / "key"
+    key.write_text("secret")
+    key.chmod(0o666)
+    for attempt in (f"open({str(key)!r})", f"open({str(key)!r}, 'w')", f"open('{base}/new', 'w')", "open('/etc/passwd')"):
+        assert printed(TRIED.format(attempt)) == "PermissionError", attempt
+    assert (key.read_text(), os.listdir(base)) == ("secret", ["key"])
+    assert printed("import os, sqlite3, ssl, zoneinfo; open('a', 'w').write('b'); print(open('a').read(), os.listdir())") == (
+        "b ['a']"
+    )
+
+
+@pytest.mark.skipif(LANDLOCK < 6, reason="this kernel's Landlock has no scopes of signals")
+def test_a_program_signals_no_process_of_its_user() -> None:
+    other = subprocess.Popen(["sleep", "600"], user=NOBODY if os.geteuid() == 0 else None)
+    try:
+        assert printed(TRIED.format(f"import os; os.kill({other.pid}, 9)")) == "PermissionError"
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("options", [(), ("no landlock",)])
+def test_a_program_starts_no_process_and_has_no_power_of_root(options: tuple[str, ...]) -> None:
+    attempts = "import os; os.fork()", "import subprocess; subprocess.run(['true'])", "import os; os.chown('.', 1, 1)"
+    assert "done" not in printed("".join(map(TRIED.format, attempts)), *options)
+    assert printed("print('runs')", *options) == "runs"
+
+
+KEEPS_ON = """
+import ctypes, time
+ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG
+open("started", "w")
+time.sleep(10**6)
+"""
+
+
+def test_a_killed_worker_leaves_no_program_and_no_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = start(KEEPS_ON, env={**os.environ, "TMPDIR": str(base)})
+    assert eventually(lambda: any(base.glob("*/started")))
+    (folder,) = [path.parent for path in base.glob("*/started")]
+    (program,) = psutil.Process(worker.pid).children()
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate()
+    assert gone(program.pid)
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    with RewardPool(RewardConfig(verifier="exact")):
+        assert not folder.exists()
