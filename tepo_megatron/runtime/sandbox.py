@@ -6,9 +6,10 @@ import asyncio
 import os
 import resource
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -45,32 +46,43 @@ class Sandbox:
         if _shares_network():
             raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
 
-    async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> _Ran:
+    async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"", partner: Sequence[str] = ()) -> _Ran:
         """``arguments``: a script, which the program may read, or ``-c``. ``kept``: bytes of output to return, from both ends.
 
-        Raises OSError.
+        ``partner``: arguments of a second program, whose output is not read. The last argument of both is then the
+        descriptor of their end of a socket between them. Raises OSError.
         """
-        # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
-        async with _read_end() as (printed, write_end), self._started(arguments, given, write_end) as process:
+        async with AsyncExitStack() as stack:
+            # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
+            printed, write_end = await stack.enter_async_context(_read_end())
+            ends = [stack.enter_context(end) for end in socket.socketpair()] if partner else []
+            if partner:
+                await stack.enter_async_context(self._started(partner, b"", None, ends[1:]))
+            process = await stack.enter_async_context(self._started(arguments, given, write_end, ends[:1]))
             write_end.close()
+            for end in ends:
+                end.close()
             return await self._read(process, printed, kept)
 
     @asynccontextmanager
     async def _started(
-        self, arguments: Sequence[str], given: bytes, stdout: BinaryIO
+        self, arguments: Sequence[str], given: bytes, stdout: BinaryIO | None, ends: Sequence[socket.socket]
     ) -> AsyncIterator[asyncio.subprocess.Process]:
+        descriptors = [end.fileno() for end in ends]
         with confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine), tempfile.TemporaryFile() as stdin:
             stdin.write(given)
             stdin.seek(0)
             process = await asyncio.create_subprocess_exec(
                 *PYTHON,
                 *arguments,
+                *map(str, descriptors),
                 cwd=folder,
                 env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
                 stdin=stdin,
-                stdout=stdout,
+                stdout=stdout or asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=descriptors,
                 preexec_fn=lambda: self._limit(confine),
             )
             try:

@@ -58,8 +58,9 @@ class PythonTests:
             "may_hide": _DEFINED.findall(problem.answer),
             "all": not self._partial,
         }
+        script, kept = str(Path(run_tests.__file__)), _LINE_BYTES * (len(tests) + 1)
         ran = await self._sandbox.run(
-            (str(Path(run_tests.__file__)),), given=json.dumps(task).encode(), kept=_LINE_BYTES * (len(tests) + 1)
+            (script, "tests"), given=json.dumps(task).encode(), kept=kept, partner=(script, "program")
         )
         # The program does not know the key.
         lines = ran.head.decode("utf-8", "replace").splitlines()

@@ -1,0 +1,299 @@
+"""Tests ask a program in another process: values arrive as they are, honest programs pass, and no attack does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.reward.pool import RewardPool
+
+Case = tuple[str, Sequence[str], str]
+"""Setup, tests, program."""
+Judge = Callable[[Sequence[Case]], list[float | None]]
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    config = {"verifier": "python_tests", "run_code": True, "timeout_s": 600, "kwargs": {"seconds": 120}}
+    with RewardPool(RewardConfig.model_validate(config)) as pool:
+        pool.rehearse([Problem("p", "f", "def f(): pass", {"tests": ["f()"]})])
+        yield lambda cases: [result.reward for result in pool.score([_problem(*case) for case in cases])]
+
+
+def _problem(setup: str, tests: Sequence[str], program: str) -> tuple[Problem, str]:
+    return Problem("p", "f", "def f(): pass", {"setup": setup, "tests": list(tests)}), program
+
+
+SAME = """
+from collections import Counter, deque
+from decimal import Decimal
+from fractions import Fraction
+inf, nan = float("inf"), float("nan")
+def same(a, b):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(same, a, b)) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
+    if isinstance(a, (set, frozenset)):
+        return Counter(map(type, a)) == Counter(map(type, b)) and a == b
+    return repr(a) == repr(b)
+"""
+KEYS: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec=None, exclude_categories=()))
+    | st.binary()
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+    | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
+    lambda items: st.lists(items, max_size=3).map(tuple) | st.frozensets(items, max_size=3),
+    max_leaves=4,
+)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    KEYS | st.floats() | st.just(Decimal("nan")) | st.binary().map(bytearray),
+    lambda items: (
+        st.lists(items, max_size=3)
+        | st.lists(items, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, items, max_size=3)
+        | st.sets(KEYS, max_size=3)
+        | st.builds(deque, st.lists(items, max_size=2), st.none() | st.integers(2, 3))
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=8)
+@given(values=st.lists(VALUES, min_size=10, max_size=40))
+def test_plain_values_arrive_and_come_back_as_they_are(judge: Judge, values: list[Any]) -> None:
+    assert judge([(SAME, [f"assert same(f({value!r}), {value!r})" for value in values], "def f(x): return x")]) == [1.0]
+
+
+def test_a_subclass_arrives_as_its_base(judge: Judge) -> None:
+    program = "class Odd(int):\n  __eq__ = lambda a, b: True\n  __hash__ = int.__hash__\ndef f(x): return Odd(x)"
+    assert judge([("", ["assert f(3) == 3 and type(f(3)) is int"], program)]) == [1.0]
+    assert judge([("", ["assert f(3) == 4"], program)]) == [0.0]
+
+
+POINT = """
+class Point:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return Point(self.x + other.x)
+    def __eq__(self, other): return self.x == other.x
+    def __len__(self): return self.x
+    def __iter__(self): return iter(range(self.x))
+    def __contains__(self, item): return item < self.x
+    def __getitem__(self, item): return self.x + item
+    def __enter__(self): return self
+    def __exit__(self, *error): self.x = 0
+"""
+HONEST: list[Case] = [
+    (
+        "",
+        [
+            "a = Point(2); a.x = 3; assert a.x == 3 and len(a) == 3 and list(a) == [0, 1, 2] and 2 in a and a[1] == 4",
+            "assert Point(1) + Point(2) == Point(3) and Point(1) != Point(2)",
+            "assert isinstance(Point(1), Point) and not isinstance(1, Point) and not Point(0)",
+            "with Point(5) as p: assert p.x == 5\nassert p.x == 0",
+            "p = [Point(1), {'a': Point(2)}]; assert total(p) == 3",
+        ],
+        f"{POINT}\ndef total(items): return items[0].x + items[1]['a'].x",
+    ),
+    (POINT, ["assert f(Point(4)).x == 5", "assert Point(1) == Point(1)"], "def f(p): return Point(p.x + 1)"),
+    (
+        "",
+        ["assert list(g(3)) == [0, 1, 2]", "i = g(1); assert next(i) == 0 and next(i, None) is None", "assert sum(g(4)) == 6"],
+        "def g(n):\n  for i in range(n): yield i",
+    ),
+    (
+        "",
+        [
+            "a = [3, 1, 2]; b = a; assert f(a) is None and b == [1, 2, 3]",
+            "d = {'a': 1}; g(d); assert d == {'b': 2}",
+            "import collections\nq = collections.deque([1]); h(items=q); assert q == collections.deque([1, 5])",
+            "s, b = {1}, bytearray(b'a'); k(s, b); assert s == {1, 2} and b == bytearray(b'ab')",
+        ],
+        "def f(a): a.sort()\ndef g(d): d.clear(); d['b'] = 2\ndef h(items): items.append(5)\n"
+        "def k(s, b): s.add(2); b.extend(b'b')",
+    ),
+    (
+        "import operator",
+        [
+            "assert apply(lambda x: x + 1, 3) == 4",
+            "assert apply(len, 'abc') == 3 and apply(str, 1) == '1' and apply(str.upper, 'a') == 'A'",
+            "assert both(operator.add, 1, 2) == 3",
+            "assert apply(lambda x: apply(lambda y: y * 2, x) + 1, 3) == 7",
+            "seen = []; apply(seen.append, 1); assert seen == [1]",
+            "def bad(x): raise KeyError('k')\ntry: apply(bad, 1)\nexcept KeyError as e: assert e.args == ('k',)\nelse: f()",
+            "assert apply(adder(2), 3) == 5 and adder(2)(4) == 6 and adder.__name__ == 'adder'",
+            "def fill(x): x.append(1)\nassert filled(fill) == [1]",
+        ],
+        "def apply(f, x): return f(x)\ndef both(f, x, y): return f(x, y)\ndef adder(n): return lambda x: x + n\n"
+        "def filled(f): a = []; f(a); return a",
+    ),
+    (
+        "",
+        [
+            "try: f(-1)\nexcept ValueError as e: assert str(e) == 'negative'\nelse: raise AssertionError",
+            "try: g()\nexcept Odd as e: assert isinstance(e, LookupError) and e.args == (1, 'a')\nelse: raise AssertionError",
+            "try: g()\nexcept LookupError: pass",
+            "assert kind(1) is int and kind('a') == str",
+        ],
+        "def f(x):\n  if x < 0: raise ValueError('negative')\nclass Base(LookupError): pass\nclass Odd(Base): pass\n"
+        "def g(): raise Odd(1, 'a')\ndef kind(x): return type(x)",
+    ),
+    ("", ["assert f(500) == 2 ** 5000", "assert f(0) == 1"], "def f(n): return 2 ** (10 * n)"),
+    ("def check(x): return f(x) + 1", ["assert check(1) == 3", "assert ZERO == 0"], "ZERO = 0\ndef f(x): return 2 * x"),
+    ("", ["assert math.isclose(f(1), math.pi)"], "import math\ndef f(x): return x * math.pi"),
+    (
+        "",
+        ["def check(candidate):\n  assert candidate(2) == 4\n  assert candidate([1]) == [1, 1]\ncheck(f)"],
+        "f = lambda x: x * 2",
+    ),
+]
+
+
+def test_honest_programs_pass(judge: Judge) -> None:
+    assert judge(HONEST) == [1.0] * len(HONEST)
+
+
+CLOSE = ["assert math.isclose(f(1), 3.5)", "assert f(2) == 7"]
+SQUARE = ["assert f(2) == 4", "assert f(3) == 9"]
+EVERYTHING = "class All:\n  __eq__ = __le__ = __ge__ = __lt__ = __gt__ = lambda *a: True\n  __hash__ = lambda s: 4\n"
+WRITE = """
+import os
+def write(*lines):
+    for fd in range(64):
+        for line in lines:
+            try: os.write(fd, line.encode() + b'\\n')
+            except OSError: pass
+"""
+HOST = """
+import gc, json, sys
+peer = [o for o in gc.get_objects() if type(o).__name__ == '_Program'][0]
+"""
+ATTACKS: dict[str, Case] = {
+    "exec": ("", SQUARE, "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(x): return 0"),
+    "compile": (
+        "",
+        SQUARE,
+        "import builtins\nc = compile\nbuiltins.compile = lambda *a, **k: c('', 'a', 'exec')\ndef f(x): pass",
+    ),
+    "key in frames": (
+        "",
+        SQUARE,
+        f"import sys\n{WRITE}\nf = sys._getframe()\nwhile f:\n  for v in list(f.f_locals.values()):\n"
+        "    k = [c.cell_contents for c in getattr(v, '__closure__', None) or () if type(c.cell_contents) is str]\n"
+        "    for key in [*k, v] if type(v) is str else k: write(f'{key} 0', f'{key} 1')\n  f = f.f_back",
+    ),
+    "key in objects": (
+        "",
+        SQUARE,
+        f"import gc\n{WRITE}\nfor o in gc.get_objects():\n  if type(o) is dict:\n    for v in list(o.values()):\n"
+        "      if type(v) is str and len(v) == 32: write(f'{v} 0', f'{v} 1')",
+    ),
+    "key in memory": (
+        "",
+        SQUARE,
+        f"import os, re\n{WRITE}\nfor p in range(os.getpid() - 50, os.getpid() + 50):\n  try:\n"
+        "    for line in open(f'/proc/{p}/maps') if p != os.getpid() else ():\n"
+        "      a, b = (int(n, 16) for n in line.split()[0].split('-'))\n"
+        "      m = open(f'/proc/{p}/mem', 'rb'); m.seek(a)\n"
+        "      for k in re.findall(r'\"key\": \"(\\w{32})\"', m.read(b - a).decode('latin1')): write(f'{k} 0', f'{k} 1')\n"
+        "  except (OSError, ValueError): pass",
+    ),
+    "ptrace": (
+        "",
+        SQUARE,
+        "import ctypes, os\nfor p in range(os.getpid() - 9, os.getpid() + 9):\n"
+        "  if p != os.getpid(): ctypes.CDLL(None).ptrace(16, p, 0, 0)\ndef f(x): return 0",
+    ),
+    "equals everything": ("", SQUARE, f"{EVERYTHING}\ndef f(x): return All()"),
+    "equals everything in a list": (
+        "",
+        ["assert f(2) == [4]", "assert f(3) in [[9], 9]"],
+        f"{EVERYTHING}\ndef f(x): return [All()]",
+    ),
+    "has another class": (
+        "",
+        ["assert isinstance(f(2), int) and f(2) == 4"],
+        f"{EVERYTHING}  __class__ = int\ndef f(x): return All()",
+    ),
+    "is near everything": (
+        "",
+        ["assert abs(f(2) - 4) < 1e-6", "assert f(3) >= 9"],
+        f"{EVERYTHING}  __sub__ = __rsub__ = __abs__ = lambda *a: 0\ndef f(x): return All()",
+    ),
+    "math of the setup": ("import math", CLOSE, "import math\nmath.isclose = lambda *a: True\ndef f(x): return 7"),
+    "math of the test": (
+        "",
+        [f"import math\n{test}" for test in CLOSE],
+        "import math\nmath.isclose = lambda *a: True\ndef f(x): return 7",
+    ),
+    "a class called math": ("", CLOSE, "class math:\n  isclose = lambda *a: True\ndef f(x): return 7"),
+    "another module called math": (
+        "",
+        CLOSE,
+        "import types\nmath = types.ModuleType('math')\nmath.isclose = lambda *a: True\ndef f(x): return 7",
+    ),
+    "helper of the setup": (
+        "def same(a, b): return a == b",
+        ["assert same(f(2), 4)"],
+        "same = lambda a, b: True\ndef f(x): pass",
+    ),
+    "len": ("", ["assert len(f(2)) == 4"], "def len(x): return 4\ndef f(x): return []"),
+    "json and socket": (
+        "",
+        SQUARE,
+        f"import json, socket\n{EVERYTHING}\njson.loads = json.dumps = socket.socket = lambda *a, **k: All()\ndef f(x): pass",
+    ),
+    "builtins of the tests": (
+        "",
+        ["assert isinstance(f(2), str)"],
+        f"{HOST}\nold = peer._run\ndef run(*texts):\n  return {{**old(*texts), '__builtins__': '{{\"dict\": []}}',"
+        " 'isinstance': '{\"object\": 0}'}\npeer._operations['run'] = run\n"
+        "peer.objects.append(lambda *a: True)\ndef f(x): return 0",
+    ),
+    "a class made in the tests": (
+        "",
+        SQUARE[:1],
+        f"{HOST}\ndef yes(*a): return True\ndef f(x):\n  eq = peer.encode(yes)\n"
+        "  peer._send(['ask', '__call__', [{'type': 'builtins.type'}, 'X', {'tuple': [{'type': 'builtins.object'}]},"
+        " {'dict': [{'tuple': ['__eq__', eq]}]}], {}])\n"
+        "  kind = peer.receive()[1]\n  peer._send(['ask', '__call__', [{'yours': kind['object']}], {}])\n"
+        "  made = peer.receive()[1]\n  peer._send(['result', {'yours': made['object']}, [None, None]])\n  return True",
+    ),
+    "a name to import": (
+        "",
+        ["assert f() == 4"],
+        f"{HOST}\ndef f():\n  peer._send(['result', {{'named': ['unittest.mock', 'ANY']}}, []])",
+    ),
+    "nonsense that the test expects to fail": (
+        "",
+        ["try: f(1)\nexcept BaseException: pass", "assert True"],
+        f"{WRITE}\ndef f(x): write('nonsense')",
+    ),
+    "an end that the test expects": ("", ["try: f(1)\nexcept BaseException: pass"], "import os\ndef f(x): os._exit(0)"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_attack_passes(judge: Judge, name: str) -> None:
+    assert judge([ATTACKS[name]]) == [0.0]
+
+
+def test_a_flood_is_cut(judge: Judge) -> None:
+    assert judge([("", SQUARE, f"{WRITE}\ndef f(x):\n  while True: write('1' * 10**6)")]) == [0.0]
