@@ -24,7 +24,9 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 
 if TYPE_CHECKING:
+    from tepo_megatron.core.problem import Problem
     from tepo_megatron.run.checks import NamedCheck, RunSubject
+    from tepo_megatron.tasks.protocol import Task
 
 app = typer.Typer()
 
@@ -215,9 +217,32 @@ def _verifier(config: RunConfig) -> Finding:
     try:
         problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
         with closing(VerifierTask(config.reward, config.data)) as task:
-            if config.rollout.replay is None:
-                task.rehearse(problems)
+            task.rehearse(problems)
+            advice = _misjudged(config, task, problems) if config.data.heldout is not None else ""
     except (ValueError, RuntimeError) as error:
         return Finding("fail", config.reward.verifier, str(error))
     names = dict.fromkeys(source.verifier or config.reward.verifier for source in sources)
-    return Finding("ok", f"{', '.join(names)} scores answers of {', '.join(source.path for source in sources)}")
+    detail = f"{', '.join(names)} scores answers of {', '.join(source.path for source in sources)}"
+    return Finding("warn" if advice else "ok", detail, advice)
+
+
+_TRIED_PROBLEMS = 4
+
+
+def _misjudged(config: RunConfig, task: Task, problems: Sequence[Problem]) -> str:
+    """Returns which answer an evaluation would misjudge; empty: none of those tried. Raises ValueError as an evaluation."""
+    from tepo_megatron.tasks.evaluate.evaluation import check_component
+
+    of, tried = config.evaluate, problems[:_TRIED_PROBLEMS]
+    wrong = [next((other.answer for other in problems if other.answer != problem.answer), None) for problem in tried]
+    answers = [(problem, problem.answer, True) for problem in tried]
+    answers += [(problem, text, False) for problem, text in zip(tried, wrong, strict=True) if text is not None]
+    check_component("evaluate.correct", of.correct, task.components)
+    results = task.score([(problem, text) for problem, text, _ in answers])
+    for (problem, text, right), result in zip(answers, results, strict=True):
+        if result.error is None and result.is_correct(of.correct_at, of.correct) != right:
+            of_whom = "its expected answer" if right else f"{text[:60]!r}, another problem's answer,"
+            counts = "does not count as correct" if right else "counts as correct"
+            advice = "set evaluate.correct_at or evaluate.correct, or correct the verifier"
+            return f"problem {problem.id!r}: {of_whom} {counts} (reward {result.reward}); {advice}"
+    return ""

@@ -261,6 +261,9 @@ class EvaluationSetConfig(_InheritingConfig):
     correct_at: float | None = None
     """As ``evaluate.correct_at``. null: the same."""
 
+    correct: str | None = None
+    """As ``evaluate.correct``, and the same if the set has no ``verifier`` of its own."""
+
     show: NonNegativeInt | None = None
     """As ``evaluate.show``. null: the same."""
 
@@ -284,6 +287,9 @@ class EvaluateConfig(Section):
 
     correct_at: float = 1.0
     """Least reward of a correct response; mean rewards (``heldout/…``) ignore it."""
+
+    correct: str | None = None
+    """The component that ``correct_at`` is for, instead of the reward. Required if the verifier returns components."""
 
     show: NonNegativeInt = 32
     """First problems written to ``samples.jsonl``."""

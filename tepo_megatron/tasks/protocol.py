@@ -30,8 +30,10 @@ class RewardResult:
     def of(self, rollout: Rollout) -> Rollout:
         return replace(rollout, reward=self.reward, reward_parts=self.parts)
 
-    def is_correct(self, correct_at: float) -> bool:
-        return self.error is None and self.reward is not None and self.reward >= correct_at
+    def is_correct(self, correct_at: float, component: str | None = None) -> bool:
+        """``component`` decides instead of the sum, if there are components."""
+        value = self.reward if component is None else self.parts.get(component, self.reward)
+        return self.error is None and value is not None and value >= correct_at
 
 
 Generate = Callable[..., Sequence[Sequence[Response]]]  # Sampler.generate; its numbers determine seeds
@@ -69,6 +71,8 @@ class Task(Protocol):
     @property
     def verifier(self) -> str | None:
         """None: scores only responses of its stream."""
+
+    components: Sequence[str] | None = None  # of every reward, empty for numbers; None: unknown, or they differ
 
     @property
     def scores_groups(self) -> bool: ...

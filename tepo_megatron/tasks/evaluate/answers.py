@@ -55,6 +55,7 @@ def tally_answers(
     notion: Notion,
     pool: Scorer,
     correct_at: float,
+    component: str | None = None,
 ) -> list[Tally]:
     """Leaves out responses without a final answer; numbers compare by value. If the verifier compares, correct answers are
     equal, and two others are if one is correct when the other is expected.
@@ -66,7 +67,7 @@ def tally_answers(
         equal = [(number, texts[0], other) for number, texts in enumerate(right) for other in texts[1:]]
         if verifier not in ("exact", "last_word", "last_number"):  # their final answer is the whole comparison
             wrong = [[answer for answer in of if answer not in texts] for of, texts in zip(classes, right, strict=True)]
-            equal += _equal_for_the_verifier(problems, wrong, pool, correct_at)
+            equal += _equal_for_the_verifier(problems, wrong, pool, correct_at, component)
         for number, one, other in equal:
             of, into, gone = classes[number], classes[number][one], classes[number][other]
             of.update({answer: into for answer, current in of.items() if current == gone})
@@ -78,7 +79,7 @@ def _right_answers(group: Sequence[Scored], answers: Sequence[str | None]) -> li
 
 
 def _equal_for_the_verifier(
-    problems: Sequence[Problem], answers: Sequence[Sequence[str]], pool: Scorer, correct_at: float
+    problems: Sequence[Problem], answers: Sequence[Sequence[str]], pool: Scorer, correct_at: float, component: str | None
 ) -> Iterator[tuple[int, str, str]]:
     """Yields (problem's index, answer, equal answer), except for two numbers."""
     pairs = [
@@ -90,7 +91,7 @@ def _equal_for_the_verifier(
     if pairs:
         items = [(replace(problems[number], answer=one), f"\\boxed{{{other}}}") for number, one, other in pairs]
         results = pool.score(items, list(range(len(items))))
-        yield from (pair for pair, result in zip(pairs, results, strict=True) if result.is_correct(correct_at))
+        yield from (pair for pair, result in zip(pairs, results, strict=True) if result.is_correct(correct_at, component))
 
 
 def _tally(group: Sequence[Scored], answers: Sequence[str | None], classes: dict[str, str]) -> Tally:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,20 +26,38 @@ Pools = Mapping[str | None, Scorer]
 
 
 @contextmanager
-def verifier_pools(config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> Iterator[Pools]:
-    """Yields each verifier's scorer: the task (also for None), or a pool. Raises ValueError if one cannot score its set."""
-    pools: dict[str | None, Scorer] = {None: task, task.verifier: task}
+def verifier_pools(
+    config: RunConfig, sets: Sequence[EvaluationSet], task: Task, heldout: Sequence[Problem] = ()
+) -> Iterator[Pools]:
+    """Yields each verifier's scorer: the task (also for None), which has rehearsed, or a pool. Raises ValueError if one cannot
+    score its set, or if it is open which component decides.
+    """
+    pools: dict[str | None, Task] = {None: task, task.verifier: task}
+    if heldout:
+        check_component("evaluate.correct", config.evaluate.correct, task.components)
     with ExitStack() as opened:
         for of in sets:
-            if of.verifier in pools:
-                continue
-            other = config.reward.model_copy(update={"verifier": of.verifier, "kwargs": {}, "weights": None})
-            try:
-                pool = pools[of.verifier] = opened.enter_context(RewardPool(other))
-                pool.rehearse(of.problems)
-            except ValueError as error:
-                raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
+            if of.verifier not in pools:
+                other = config.reward.model_copy(update={"verifier": of.verifier, "kwargs": {}, "weights": None})
+                try:
+                    pool = pools[of.verifier] = opened.enter_context(RewardPool(other))
+                    pool.rehearse(of.problems)
+                except ValueError as error:
+                    raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
+            check_component(of.correct_field, of.correct, pools[of.verifier].components)
         yield pools
+
+
+def check_component(field: str, name: str | None, components: Collection[str] | None) -> None:
+    """``components`` as of a task. Raises ValueError unless ``name`` is one of them, or None for a number."""
+    if components is None or (name in components if (names := ", ".join(components)) else name is None):
+        return
+    if not names:
+        raise ValueError(f"{field} = {name}, but the verifier returns a number without components; leave {field} out")
+    raise ValueError(
+        f"{field} = {name or 'null'} names no component of the reward: the verifier returns {names}, and their sum does not "
+        "say whether a response is correct; name the one that does"
+    )
 
 
 def evaluate_all(
@@ -130,6 +148,11 @@ class EvaluationSet:
     notion: Notion | None
     correct_at: float
     show: int
+    correct: str | None = None
+
+    @property
+    def correct_field(self) -> str:
+        return f"evaluate.sets.{self.name}.correct" if self.name else "evaluate.correct"
 
 
 @dataclass(frozen=True)
@@ -234,6 +257,7 @@ def _evaluation_set(
     defaults, sampling, training = config.evaluate, settings.sampling, config.rollout.sampling
     samples = defaults.samples if settings.samples is None else settings.samples
     verifier = settings.verifier or config.reward.verifier
+    inherited = defaults.correct if verifier == config.reward.verifier else None
     return EvaluationSet(
         name=name,
         problems=tuple(problems[: settings.problems]),
@@ -249,6 +273,7 @@ def _evaluation_set(
         notion=_notion_of(settings.majority, verifier),
         correct_at=defaults.correct_at if settings.correct_at is None else settings.correct_at,
         show=defaults.show if settings.show is None else settings.show,
+        correct=inherited if settings.correct is None else settings.correct,
     )
 
 
@@ -272,7 +297,13 @@ def _evaluate(of: EvaluationSet, generate: Generate, tokenizer: Tokenizer, pool:
     tallies: Sequence[Tally | None] = [None] * len(of.problems)
     if of.notion is not None and of.samples:
         tallies = tally_answers(
-            of.problems, sampled, verifier=of.verifier, notion=of.notion, pool=pool, correct_at=of.correct_at
+            of.problems,
+            sampled,
+            verifier=of.verifier,
+            notion=of.notion,
+            pool=pool,
+            correct_at=of.correct_at,
+            component=of.correct,
         )
     results = [
         _ProblemResult(problem, one, several, _figures(of, one, several, tally))
@@ -297,8 +328,11 @@ def _score_groups(
     ]
     numbers = [number for number in range(len(of.problems)) for _ in range(n)]
     results = pool.score([(of.problems[number], text) for number, text in zip(numbers, texts, strict=True)], numbers)
+    rated = [result.parts for result in results if result.error is None and (result.parts or result.reward)]
+    for parts in [parts for parts in rated if parts] or rated[:1]:  # an episode without a rating has 0 and no components
+        check_component(of.correct_field, of.correct, parts)
     scored = [
-        Scored(text, len(response.response_ids), response.finish_reason, result, result.is_correct(of.correct_at))
+        Scored(text, len(response.response_ids), response.finish_reason, result, result.is_correct(of.correct_at, of.correct))
         for text, response, result in zip(texts, responses, results, strict=True)
     ]
     return [scored[index : index + n] for index in range(0, len(scored), n)]

@@ -40,6 +40,7 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: i
         "prompts": sha256(repr(of.prompts).encode()).hexdigest()[:16],
         "verifier": of.verifier,
         "correct_at": of.correct_at,
+        **({} if of.correct is None else {"correct": of.correct}),
         "greedy": of.greedy,
         "samples": of.samples,
         "majority": of.notion,

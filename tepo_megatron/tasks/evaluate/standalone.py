@@ -66,12 +66,12 @@ def evaluate_model(
         stored.unlink(missing_ok=True)
     truncation = truncation_of(config.rollout.sampling)
     generate = partial(StoredResponses(stored, fleet.generate, folder), **truncation)
-    with open_task(config, tokenizer, spec) as task, verifier_pools(config, chosen, task) as pools:
+    with open_task(config, tokenizer, spec) as task:
         of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
         if tried:  # otherwise every set's own verifier has scored an answer
             task.rehearse(tried)
-        with fleet:
+        with verifier_pools(config, chosen, task, heldout) as pools, fleet:
             result = evaluate_all(
                 config,
                 heldout,

@@ -52,6 +52,10 @@ class VerifierTask(Task):
         return self._reward.verifier
 
     @property
+    def components(self) -> Sequence[str] | None:  # type: ignore[override]
+        return self._pools[0].components if len(self._pools) == 1 else None
+
+    @property
     def scores_groups(self) -> bool:
         """If one of several verifiers scores groups, all wait."""
         return any(pool.scores_groups for pool in self._pools)

@@ -291,6 +291,23 @@ def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrid
     assert (check.status, check.needed, said in check.advice) == ("fail", True, True), check
 
 
+def test_answers_that_an_evaluation_would_misjudge_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def parts(problem, response):\n    return {'right': float(response == problem.answer), 'form': 1.0}\n"
+        "def mild(problem, response):\n    return 0.5 * (response == problem.answer)\n"
+    )
+    for overrides, status, said in [
+        (["parts"], "fail", "the verifier returns right, form"),
+        (["parts", "evaluate.correct=form"], "warn", "another problem's answer, counts as correct"),
+        (["parts", "evaluate.correct=right"], "ok", ""),
+        (["mild"], "warn", "its expected answer does not count as correct (reward 0.5)"),
+        (["mild", "evaluate.correct_at=0.5"], "ok", ""),
+    ]:
+        name, *others = overrides
+        finding = of_run(load_run(None, [f"reward.verifier={tmp_path / 'mine.py'}:{name}", *others]), "verifier")
+        assert (finding.status, said in finding.advice) == (status, True), finding
+
+
 def test_checks_of_features_that_a_run_does_not_use_are_not_listed() -> None:
     names = set(run_checks(load_run(None, ["rollout.server.tp=2"])))
     assert {"trainer", "server split", "memory", "model and data", "verifier"} <= names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
@@ -276,6 +277,39 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
         pools = verifier_pools(config, load_sets(config, TOKENIZER), task)
         with pytest.raises(ValueError, match=r"evaluate\.sets\.sums: .*cannot score the first 4"), pools:
             pass
+
+
+def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(
+        "def parts(problem, response):\n    return {'right': response == problem.answer, 'form': 1}\n"
+    )
+    reward = {"verifier": f"{tmp_path / 'parts.py'}:parts"}
+    own = {"path": "builtin:addition-heldout", "problems": 2, "samples": 2, "verifier": "exact"}
+    for correct, of_own, why in [
+        (None, None, r"evaluate\.correct = null names no component .* returns right, form"),
+        ("rihgt", None, r"evaluate\.correct = rihgt names no component .* returns right, form"),
+        ("right", "right", r"evaluate\.sets\.own\.correct = right, but the verifier returns a number"),
+        ("right", None, None),
+    ]:
+        sets = {"sums": {**own, "verifier": None, "majority": "verifier"}, "own": {**own, "correct": of_own}}
+        evaluate = {"correct": correct, "problems": 2, "samples": 2, "sets": sets}
+        config = RunConfig.model_validate({"reward": reward, "evaluate": evaluate})
+        chosen = load_sets(config, TOKENIZER)
+        generate = Answers([["", problem.answer, "1"] for problem in PROBLEMS[:2]])
+        with VerifierTask(config.reward, config.data) as task:
+            task.rehearse(PROBLEMS)
+            with (
+                pytest.raises(ValueError, match=why) if why else nullcontext(),
+                verifier_pools(config, chosen, task, PROBLEMS) as pools,
+            ):
+                result = evaluate_both(config, PROBLEMS, chosen, generate, pools=pools)
+                assert (result.metrics["accuracy/greedy"], result.metrics["accuracy/avg@k"]) == (0.0, 0.5)
+                assert (result.metrics["eval/sums/avg@2"], result.metrics["eval/sums/maj@2"]) == (0.5, 0.5)
+        with (
+            pytest.raises(ValueError, match=why) if why and not of_own else nullcontext(),
+            VerifierTask(config.reward, config.data) as task,
+        ):
+            evaluate_both(config, PROBLEMS, [], generate, pools={None: task})
 
 
 def test_sets_are_enough_to_evaluate_on(tmp_path: Path) -> None:
