@@ -1,8 +1,10 @@
 """A whole run's configuration, with checks across sections."""
 
 import os
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,24 +194,82 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
     if run.rollout.samples_per_prompt == 1:
         yield "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt; set 2 or more, 8 is usual"
     if run.train.keep_best is not None:
-        yield from _best_faults(run, run.train.keep_best.metric)
+        yield from metric_faults(run, "train.keep_best.metric", run.train.keep_best.metric)
+    if run.train.rollback is not None:
+        yield from metric_faults(run, "train.rollback.metric", run.train.rollback.metric)
+    for callback in run.train.callbacks:
+        name, kwargs = (callback, {}) if isinstance(callback, str) else (callback.callback, callback.kwargs)
+        if name == "early_stopping":
+            yield from metric_faults(run, "the metric of early_stopping", str(kwargs.get("metric", "accuracy/greedy")))
     if log.token_samples and log.token_samples_every > run.train.steps:
         yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
 
 
-def _best_faults(run: RunConfig, metric: str) -> Iterator[str]:
-    evaluate, measured = run.evaluate, f"train.keep_best.metric = {metric} is measured"
+_METRICS = """
+    canary/cache_gap|max_logprob_gap|rollouts_max_gap|rollouts_mean_gap|rollouts_worst_group
+    clip/bound_high|bound_low|high|low|share|share_q1|share_q2|share_q3|share_q4
+    entropy/delta|delta_masked|delta_unmasked|mean|noise/p50|noise/p90|noise/p99
+    environment/new_histories|restarts|seconds|tokens|tool_errors|turns ess grad_norm
+    groups/carried|carried_in|drawn|dropped|filtered|kept|zero_variance idle/servers|trainer kl/masked|mean|reference log/failed
+    loss lost/resume|rollback|server|skipped lr mask/fraction memory/offloaded_gib|peak_gib mismatch/dropped|kl|weight
+    moe/aux_loss|load_entropy|max_violation|max_violation/worst|replay_differs
+    ratio/max|mean|min|noise/p50|noise/p90|noise/p99|sigma requests/retried response_len/mean|truncated response_tokens
+    reward/failed|mean|overlong|std rollback/count sampling/kept_max|kept_mean sequence_ratio/noise/p50|noise/p90|noise/p99
+    servers/restarts|timeouts staleness/dropped|max|mean|versions
+    time/canary|eval|journal|other|reward|rollout|save_stage|save_waited|save_write|score|step|sync|update tokens/s
+    update/skipped weights_version/max|min
+"""
+_TRAINING = {
+    f"{head}{slash}{name}"
+    for head, slash, names in (item.partition("/") for item in _METRICS.split())
+    for name in names.split("|")
+}
+_NUMBERED = re.compile(r"source/.+/(reward|share)|groups/filtered/.+|clip/share_u\d+|moe/layer_\d+/.+|staleness/kl_\d+")
+
+
+def _evaluated(run: RunConfig) -> set[str]:
+    def sampled(n: int, ks: Iterable[int], names: Iterable[str]) -> set[str]:
+        return {f"avg@{n}", *(f"{name}@{k}" for k in ks for name in names if k > 1 or name == "pass")} if n else set()
+
+    samples = run.evaluate.samples
+    names = {f"accuracy/{name}" for name in {"greedy", *sampled(samples, [samples], ["pass"])}}
+    names |= {"accuracy/avg@k", "accuracy/pass@k"} if samples else set()
+    names |= {"heldout/reward_greedy", *(["heldout/reward_sampled"] if samples else [])}
+    for name, item in run.evaluate.sets.items():
+        n = samples if item.samples is None else item.samples
+        programs = item.majority == "auto" and (item.verifier or run.reward.verifier) in ("python_tests", "stack_machine")
+        votes = [] if programs or item.majority == "none" else ["maj"]
+        figures = {"response_len", "truncated", "failed", *sampled(n, item.k or (n,), ["pass", *votes])}
+        figures |= {"reward_sampled"} if n else set()
+        names |= {f"eval/{name}/{figure}" for figure in figures | ({"greedy", "reward_greedy"} if item.greedy else set())}
+    return names
+
+
+def metric_faults(run: RunConfig, field: str, metric: str) -> Iterator[str]:
+    """Yields why no row of this run can have the metric, which ``field`` names."""
+    names = run.reward.weights or ()
+    verifiers = [run.reward.verifier, *(item.verifier or "" for item in run.data.train_sources)]
+    any_name = not names and (run.environment is not None or ":" in "".join(verifiers))  # its components are not known yet
+    if _NUMBERED.fullmatch(metric) or (any_name and re.fullmatch(r"reward/\w+", metric)):
+        return
+    known = _TRAINING | _evaluated(run) | {f"reward/{name}" for name in names}
+    evaluate, measured = run.evaluate, f"{field} = {metric} is measured"
     if metric.startswith("eval/"):
         name = metric.split("/")[1]
         if name not in evaluate.sets:
             yield f"{measured} on evaluate.sets.{name}, which is not given"
-        elif not evaluate.every_of(name):
+            return
+        if not evaluate.every_of(name):
             yield f"{measured} on evaluate.sets.{name}, which is never evaluated; set its every"
     if metric.startswith(("accuracy/", "heldout/")):
         if run.data.heldout is None:
             yield f"{measured} on data.heldout, which is not given; give it, or another metric"
         if not evaluate.every:
             yield f"{measured} by evaluations, but evaluate.every = 0 makes none; set evaluate.every, or another metric"
+    if metric not in known:
+        near = get_close_matches(metric, sorted(name for name in known if "@k" not in name), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else "docs/reference/metrics.md has them"
+        yield f"{field} = {metric} is no metric of this run; {hint}"
 
 
 def _reward_faults(run: RunConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
-from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.torchrun import run_ranks
@@ -129,7 +129,7 @@ class TrainResult:
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and values. Raises KeyError, with similar names, if no row has the metric."""
-        points = [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
+        points = [(row["step"], value) for row in self.rows if (value := value_in(row, name)) is not None]
         if not points:
             raise KeyError(f"no row has {name!r}; there are {', '.join(sorted({key for row in self.rows for key in row}))}")
         return [step for step, _ in points], [value for _, value in points]
@@ -137,7 +137,7 @@ class TrainResult:
     def best(self, name: str = "accuracy/greedy", choose: Callable[..., Any] = max) -> Mapping[str, Any]:
         """Returns the first row with the largest value (``choose=min``: the smallest)."""
         self.column(name)
-        return choose((row for row in self.rows if row.get(name) is not None), key=lambda row: row[name])
+        return choose((row for row in self.rows if value_in(row, name) is not None), key=lambda row: value_in(row, name))
 
 
 def _read_arguments(

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.run import metric_faults
+from tepo_megatron.run.metrics import value_in
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
@@ -182,11 +184,8 @@ class EarlyStopping:
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
-        if self.metric.startswith(("accuracy/", "heldout/")) and not run.config.evaluate.every:
-            raise ValueError(
-                f"early stopping looks at {self.metric}, and this run never evaluates; set evaluate.every, or name "
-                "another metric"
-            )
+        if fault := next(metric_faults(run.config, "the metric of early stopping", self.metric), None):
+            raise ValueError(fault)
         self.best, self.best_step, self.waited = -math.inf, 0, 0
         for row in run.rows:
             self._see(row["step"], row)
@@ -197,7 +196,7 @@ class EarlyStopping:
             raise Stop(f"{self.metric} was {best:.4g} at step {self.best_step}, and not better since")
 
     def _see(self, step: int, row: Mapping[str, Any]) -> bool:
-        value = row.get(self.metric)
+        value = value_in(row, self.metric)
         if value is None or math.isnan(value):
             return False
         value = value if self.mode == "max" else -value

@@ -71,6 +71,19 @@ def read_rows(path: Path, what: str) -> tuple[list[dict[str, Any]], bool]:
     return list(parse_samples(path, lines, what, numbered=True)), cut
 
 
+def key_in(row: Mapping[str, Any], name: str) -> str | None:
+    """Returns the key of a metric. ``accuracy/avg@k`` is that of any k, and in rows of earlier versions the only name."""
+    family, _, k = name.partition("@")
+    if name in row or not k or not name.startswith("accuracy/"):
+        return name if name in row else None
+    return next((key for key in row if key == f"{family}@k" or (k == "k" and key.startswith(f"{family}@"))), None)
+
+
+def value_in(row: Mapping[str, Any], name: str) -> Any:
+    key = key_in(row, name)
+    return None if key is None else row[key]
+
+
 class Stopwatch:
     """An inner phase stops the outer one's clock."""
 

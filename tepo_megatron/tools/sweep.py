@@ -31,7 +31,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.run.display.figures import duration
-from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.runtime.preemption import not_ignored
@@ -211,7 +211,7 @@ class Spread:
 
 
 def points(rows: Sequence[_Row], name: str) -> list[tuple[int, float]]:
-    return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    return [(row["step"], float(value)) for row in rows if (value := value_in(row, name)) is not None]
 
 
 def area(points: Sequence[tuple[int, float]]) -> float | None:

@@ -254,6 +254,6 @@ def test_a_model_of_transformers_with_a_tokenizer_of_its_own_is_trained(tmp_path
 def test_the_model_learns(tmp_path: Path) -> None:
     out = init_own_model(tmp_path, until=0.8)
     tepo("train", "own.yaml", "objective.preset=grpo", "optimizer.lr=1.0e-4", "train.steps=60", cwd=tmp_path)
-    averages = [row["accuracy/avg@k"] for row in rows(out) if row.get("accuracy/avg@k") is not None]
+    averages = [row["accuracy/avg@4"] for row in rows(out) if row.get("accuracy/avg@4") is not None]
     assert 0.15 < averages[0] < 0.6
     assert averages[-1] > averages[0] + 0.25

@@ -49,7 +49,7 @@ KEYS = {
     *("mismatch/kl", "grad_norm", "lr", "tokens/s"),
     *(f"time/{phase}" for phase in ("rollout", "reward", "score", "update", "sync", "eval", "other", "step")),
 }
-EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k", "heldout/reward_greedy", "heldout/reward_sampled"}
+EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@2", "accuracy/pass@2", "heldout/reward_greedy", "heldout/reward_sampled"}
 TOKENS = ["log.token_samples=8", f"log.token_samples_every={HALF}"]
 """All of a step's groups."""
 

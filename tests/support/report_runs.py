@@ -69,7 +69,7 @@ def metrics_row(step: int, draw: np.random.Generator) -> dict[str, Any]:
         usual |= {"idle/trainer": 0.3, "idle/servers": 0.6, "reward/mean": skill(step)}
         row |= {name: value * draw.uniform(0.8, 1.05) for name, value in usual.items()}
     if step % 10 == 0:
-        row |= {"accuracy/greedy": skill(step), "accuracy/avg@k": skill(step) - 0.15, "accuracy/pass@k": skill(step) + 0.05}
+        row |= {"accuracy/greedy": skill(step), "accuracy/avg@4": skill(step) - 0.15, "accuracy/pass@4": skill(step) + 0.05}
     seconds = {f"time/{name}": mean * draw.uniform(0.9, 1.1) for name, mean in PHASES.items()}
     row |= {**seconds, "time/eval": 2.5 * (step % 10 == 0), "time/step": sum(seconds.values()) + (0 if step else 9.0)}
     return row | {"servers/restarts": float(step == 65), "lost/server": 9.5 * (step == 65), "update/skipped": 0.0}

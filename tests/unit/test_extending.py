@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.run import metric_faults
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.run.metrics import PHASES
 from tepo_megatron.weights.architecture import FAMILIES
@@ -136,6 +138,14 @@ def _keys_written(node: ast.AST) -> list[str]:
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip" and node.args:
         keys = list(node.args[0].elts) if isinstance(node.args[0], ast.Tuple) else []
     return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+
+def test_every_metric_may_be_named_and_a_misspelt_one_is_refused_with_its_name() -> None:
+    run = RunConfig()
+    for name in sorted(set(metrics_in_code()) - {"step"}):
+        assert list(metric_faults(run, "field", name)) == []
+        (fault,) = metric_faults(run, "field", f"{name}x")
+        assert f"field = {name}x is no metric of this run; did you mean {name.replace('@k', '@')}" in fault
 
 
 def test_every_metric_has_its_line_in_the_one_table_and_nothing_else_has() -> None:

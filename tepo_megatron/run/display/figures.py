@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tepo_megatron.run.metrics import PHASES
+from tepo_megatron.run.metrics import PHASES, key_in, value_in
 
 Row = Mapping[str, Any]
 
@@ -21,9 +21,6 @@ class _Figure:
     label: str
     format: Callable[[float], str]
     more_is_better: bool | None = None
-
-    def name(self, samples: int) -> str:
-        return self.label.replace("@k", f"@{samples}")
 
 
 _number, _count = "{:.3f}".format, "{:.0f}".format
@@ -42,6 +39,7 @@ FIGURES = (
     _Figure("tokens/s", "tokens/s", _count, more_is_better=True),
 )
 
+_PLACES = {figure.key.partition("@")[0]: place for place, figure in enumerate(FIGURES)}
 _HELD_OUT = ("accuracy/", "heldout/")
 _SAME_AS = {"heldout/reward_greedy": "accuracy/greedy", "heldout/reward_sampled": "accuracy/avg@k"}
 
@@ -70,9 +68,9 @@ def figures_of(row: Row) -> list[tuple[_Figure, float]]:
     """Leaves out mean rewards that repeat an accuracy."""
     shown = []
     for figure in FIGURES:
-        value, same = row.get(figure.key), row.get(_SAME_AS.get(figure.key, ""))
-        if value is not None and (same is None or abs(same - value) >= 1e-9):
-            shown.append((figure, value))
+        key, same = key_in(row, figure.key), value_in(row, _SAME_AS.get(figure.key, ""))
+        if key is not None and (value := row[key]) is not None and (same is None or abs(same - value) >= 1e-9):
+            shown.append((replace(figure, key=key, label=key.split("/")[1]) if "@" in key else figure, value))
     return shown
 
 
@@ -97,19 +95,19 @@ def _is_accuracy(figure: str) -> bool:
     return figure == "greedy" or "@" in figure
 
 
-def evaluation_line(row: Row, samples: int) -> str:
+def evaluation_line(row: Row) -> str:
     shown = [(figure, value) for figure, value in figures_of(row) if figure.key.startswith(_HELD_OUT)]
-    return "held out: " + "  ".join(f"{f.name(samples)} {f.format(value)}" for f, value in shown) if shown else ""
+    return "held out: " + "  ".join(f"{f.label} {f.format(value)}" for f, value in shown) if shown else ""
 
 
 def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
     table = Table("", title="The run in figures", title_justify="left", title_style="bold")
     for heading in ("first", "best", "last"):
         table.add_column(heading, justify="right")
-    shown = {figure for row in rows for figure, _ in figures_of(row)}
+    shown = dict.fromkeys(figure for row in rows for figure, _ in figures_of(row))
     sets = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and _is_accuracy(key.split("/")[2]))
     of_sets = [_Figure(key, " ".join(key.split("/")[1:]), _number, more_is_better=True) for key in sets]
-    for figure in [*(figure for figure in FIGURES if figure in shown), *of_sets]:
+    for figure in [*sorted(shown, key=lambda figure: _PLACES[figure.key.partition("@")[0]]), *of_sets]:
         if series := [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]:
             best = max(series, key=lambda point: point[1]) if figure.more_is_better else None
             shown_points = (series[0], best, series[-1])

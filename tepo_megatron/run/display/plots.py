@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tepo_megatron.run.display.figures import PHASE_COLOURS, Row, fault_lines, figures_of, idle_line
-from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics, value_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +157,7 @@ def _points(axes: Axes, series: _Series, colour: str, label: str | None, marker:
 
 
 def _series(rows: Sequence[Row], key: str) -> _Series:
-    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    points = [(row["step"], value) for row in rows if (value := value_in(row, key)) is not None]
     columns = np.array(points, dtype=float).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
 

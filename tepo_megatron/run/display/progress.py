@@ -38,10 +38,10 @@ class Progress:
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._phase, self._since = "", clock()
-        self._steps, self._samples = 0, 0
+        self._steps = 0
 
     def start(self, config: RunConfig) -> None:
-        self._steps, self._samples = config.train.steps, config.evaluate.samples
+        self._steps = config.train.steps
         self._write(f"{config.name}: {self._steps} steps, output in {config.output}")
 
     def phase(self, name: str) -> None:
@@ -52,7 +52,7 @@ class Progress:
         """Step 0 is the evaluation before the first."""
         self._end_phase()
         counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        for line in (figures_line(row), evaluation_line(row, self._samples), *set_lines(row).values()):
+        for line in (figures_line(row), evaluation_line(row), *set_lines(row).values()):
             if line:
                 self._write(f"{counter}  {line}")
 
@@ -148,7 +148,7 @@ class _LiveProgress(Progress):
         lines.add_row("phase", ProgressBar(total=1, completed=0, width=32), phase)
         parts: list[RenderableType] = [lines]
         if row:
-            parts += [Text(), _figures(row, config.evaluate.samples)]
+            parts += [Text(), _figures(row)]
             parts += [Text(line, "dim") for line in set_lines(row).values()]
         if self._rewards:
             parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards[-60:]), blue)))
@@ -165,9 +165,9 @@ class _LiveProgress(Progress):
         )
 
 
-def _figures(row: Mapping[str, Any], samples: int) -> Table:
+def _figures(row: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 3))
-    cells = [Text.assemble((figure.name(samples) + " ", "dim"), figure.format(value)) for figure, value in figures_of(row)]
+    cells = [Text.assemble((figure.label + " ", "dim"), figure.format(value)) for figure, value in figures_of(row)]
     half = (len(cells) + 1) // 2
     table.add_row(*cells[:half])
     table.add_row(*cells[half:])

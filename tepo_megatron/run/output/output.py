@@ -14,7 +14,16 @@ from tepo_megatron.run.display.figures import fault_lines, final_table
 from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers import Ending, Loggers, check_installed
-from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, read_rows, token_file, token_files
+from tepo_megatron.run.metrics import (
+    FOLDER,
+    MetricsWriter,
+    TokenSamples,
+    read_metrics,
+    read_rows,
+    token_file,
+    token_files,
+    value_in,
+)
 from tepo_megatron.run.output.resume import LOGGED, check_no_run, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
@@ -244,7 +253,7 @@ class Retention:
         best = self._train.keep_best
         if best is None:
             return None
-        values: dict[int, Any] = {row["step"]: row.get(best.metric) for row in read_metrics(self._metrics)}
+        values: dict[int, Any] = {row["step"]: value_in(row, best.metric) for row in read_metrics(self._metrics)}
         measured = {step: values[step] for step in steps if isinstance(values.get(step), int | float)}
         if not measured and not self._said_missing:
             self._said_missing = True

@@ -28,7 +28,7 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
     lines = [f"{config['name']}: {_head(root, rows, config, now, is_running)}"]
     if is_running and root is not None:
         lines += _roles(root, records, now)
-    lines += _figures(rows, config)
+    lines += _figures(rows)
     lines += [f"  fault    {line}" for line in fault_lines(rows)]
     lines += [f"  report   {path}" for path in _reports(output)]
     return lines, is_running
@@ -37,7 +37,7 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
 def status_record(output: Path) -> dict[str, Any]:
     lines, is_running = run_status(output)
     config, rows, records = _read(output)
-    evaluated = [row for row in rows if evaluation_line(row, 1) or set_lines(row)]
+    evaluated = [row for row in rows if evaluation_line(row) or set_lines(row)]
     return {
         "name": config["name"],
         "runs": is_running,
@@ -99,12 +99,12 @@ def _roles(root: RankRecord, records: Sequence[RankRecord], now: float) -> list[
     return lines
 
 
-def _figures(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
+def _figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     trained = [row for row in rows if figures_line(row)]
-    evaluated = [row for row in rows if evaluation_line(row, 1)]
+    evaluated = [row for row in rows if evaluation_line(row)]
     lines = [f"  step {trained[-1]['step']:<4}{figures_line(trained[-1])}"] if trained else []
     if evaluated:
-        lines.append(f"  step {evaluated[-1]['step']:<4}{evaluation_line(evaluated[-1], config['evaluate']['samples'])}")
+        lines.append(f"  step {evaluated[-1]['step']:<4}{evaluation_line(evaluated[-1])}")
     newest = {name: f"  step {row['step']:<4}{line}" for row in rows for name, line in set_lines(row).items()}
     return [*lines, *newest.values()]
 

@@ -103,8 +103,8 @@ def evaluate_all(
 class EvaluationResult:
     """The result of an evaluation.
 
-    ``metrics``: ``accuracy/greedy``; with samples, ``accuracy/avg@k`` and ``accuracy/pass@k`` for ``k`` samples (0: greedy
-    only); the mean rewards ``heldout/reward_greedy`` and ``heldout/reward_sampled``; and the metrics of ``sets``.
+    ``metrics``: ``accuracy/greedy``; with ``k`` samples (0: greedy only), such as 4, ``accuracy/avg@4`` and
+    ``accuracy/pass@4``; the mean rewards ``heldout/reward_greedy`` and ``heldout/reward_sampled``; and the metrics of ``sets``.
     ``mean_response_len``: tokens of greedy responses, with the end token. ``failures``: responses that could not be scored and
     count as wrong; ``first_failure``: the first cause. ``samples``: rows of ``samples.jsonl``.
     """
@@ -209,7 +209,7 @@ class SetResult:
             "heldout/reward_greedy": "reward_greedy",
             "heldout/reward_sampled": "reward_sampled",
         }
-        return {metric: means[name] for metric, name in shown.items() if name in means}
+        return {metric.replace("@k", f"@{self.of.samples}"): means[name] for metric, name in shown.items() if name in means}
 
     @property
     def figures(self) -> dict[str, list[float]]:

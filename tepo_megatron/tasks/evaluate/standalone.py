@@ -130,7 +130,7 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
     table = Table("", "value", title=escape(f"{model} on {source}"), title_justify="left")
     for name, value in result.metrics.items():
         if not name.startswith("eval/"):
-            table.add_row(name.removesuffix("k") + str(result.k) if name.endswith("@k") else name, f"{value:.3f}")
+            table.add_row(name, f"{value:.3f}")
     table.add_row("response length, mean", f"{result.mean_response_len:.1f} tokens")
     table.add_row("problems", f"{result.num_problems}" + (f" ({left_out} left out, too long)" if left_out else ""))
     if result.failures:

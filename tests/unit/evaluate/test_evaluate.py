@@ -125,7 +125,7 @@ def test_figures_are_means_over_the_problems(data: st.DataObject, size: int, n: 
             if some > 1:
                 votes = [list(zip(group[1:], right[1:], strict=True)) for group, right in zip(texts, correct, strict=True)]
                 expected[f"maj@{some}"] = fmean(fmean(map(vote, combinations(group, some))) for group in votes)
-    names = {"greedy": "accuracy/greedy", f"avg@{n}": "accuracy/avg@k", f"pass@{n}": "accuracy/pass@k"}
+    names = {"greedy": "accuracy/greedy", f"avg@{n}": f"accuracy/avg@{n}", f"pass@{n}": f"accuracy/pass@{n}"}
     names |= {name: f"heldout/{name}" for name in ("reward_greedy", "reward_sampled")}
     of_heldout = {names[name]: value for name, value in expected.items() if name in names}
     assert result.metrics == pytest.approx(of_heldout | {f"eval/sums/{name}": value for name, value in expected.items()})
@@ -154,7 +154,7 @@ def test_the_first_problems_are_used_and_without_any_verdict_there_is_no_mean_re
     scorer = DirectScorer(PROBLEMS[0].id, failed=None)
     result = evaluate(Answers([["1", "1"]] * 4), scorer=scorer, heldout=PROBLEMS, problems=1, samples=1)
     assert result.num_problems == 1
-    assert set(result.metrics) == {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k"}
+    assert set(result.metrics) == {"accuracy/greedy", "accuracy/avg@1", "accuracy/pass@1"}
     assert result.warnings == ["evaluation: 2 responses could not be scored; they count as wrong; the first: problem: no"]
 
 
@@ -303,7 +303,7 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
                 verifier_pools(config, chosen, task, PROBLEMS) as pools,
             ):
                 result = evaluate_both(config, PROBLEMS, chosen, generate, pools=pools)
-                assert (result.metrics["accuracy/greedy"], result.metrics["accuracy/avg@k"]) == (0.0, 0.5)
+                assert (result.metrics["accuracy/greedy"], result.metrics["accuracy/avg@2"]) == (0.0, 0.5)
                 assert (result.metrics["eval/sums/avg@2"], result.metrics["eval/sums/maj@2"]) == (0.5, 0.5)
         with (
             pytest.raises(ValueError, match=why) if why and not of_own else nullcontext(),

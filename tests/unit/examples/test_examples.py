@@ -206,7 +206,7 @@ def test_programs_of_stack_machine_are_run_and_several_are_right(tmp_path: Path,
         assert row["reward/failed"] == 0
     assert 0 < len(right) < 128
     assert any(program != problems[name].answer for name, program in right)
-    assert {"accuracy/greedy", "accuracy/avg@k"} <= set(trained[0])
+    assert {"accuracy/greedy", "accuracy/avg@2"} <= set(trained[0])
 
 
 @pytest.mark.learns

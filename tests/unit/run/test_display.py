@@ -26,7 +26,7 @@ from tests.support.programs import run_python
 PLAIN = LogConfig(progress="plain")
 TIMES = {"time/rollout": 3.0, "time/update": 1.0, "time/step": 4.0}
 ROW = {"reward/mean": 0.43211, "entropy/mean": 0.15, "mask/fraction": 0.034, "grad_norm": 0.5, "tokens/s": 5210.4, **TIMES}
-EVALUATED = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.25, "accuracy/pass@k": 0.75}
+EVALUATED = {"accuracy/greedy": 0.5, "accuracy/avg@3": 0.25, "accuracy/pass@3": 0.75}
 RUN = RunConfig.model_validate({"name": "tiny", "output": "out/tiny", "train": {"steps": 20}, "evaluate": {"samples": 3}})
 
 
@@ -69,8 +69,8 @@ def test_what_repeats_is_left_out_and_evaluation_sets_have_lines_of_their_own() 
     """Accuracies alone; of a set that is evaluated seldom the last one stays in the table."""
     binary = EVALUATED | {"heldout/reward_greedy": 0.5, "heldout/reward_sampled": 0.25}
     graded = binary | {"heldout/reward_greedy": 0.75}
-    assert evaluation_line(binary, 3) == evaluation_line(EVALUATED, 3)
-    assert evaluation_line(graded, 3) == f"{evaluation_line(EVALUATED, 3)}  reward, greedy 0.750"
+    assert evaluation_line(binary) == evaluation_line(EVALUATED)
+    assert evaluation_line(graded) == f"{evaluation_line(EVALUATED)}  reward, greedy 0.750"
     of_set = {"eval/aime/greedy": 0.25, "eval/aime/maj@8": 0.5, "eval/aime/truncated": 0.125, "eval/aime/failed": 0.0}
     assert set_lines({"step": 3, **ROW, **of_set}) == {"aime": "aime: greedy 0.250  maj@8 0.500"}
     assert set_lines({"step": 3, **EVALUATED}) == {}
@@ -143,7 +143,7 @@ def row(step: int) -> dict[str, Any]:
     return {**ROW, "step": step, "reward/mean": 1 - 1 / step, "entropy/mean": 1 / step, "time/other": 0.1, "time/step": 4.1}
 
 
-EVALUATION = EVALUATED | {"accuracy/pass@k": None}
+EVALUATION = EVALUATED | {"accuracy/pass@3": None}
 ROWS = [
     {"step": 0, **EVALUATION, "time/step": 1.0, "time/eval": 1.0},
     *(row(step) for step in range(1, 40)),

@@ -156,7 +156,7 @@ def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: 
 def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counting(
     values: list[float | None], patience: int, mode: Any, delta: float, resumed: int
 ) -> None:
-    rows: list[dict[str, Any]] = [{"step": step, "m": value} for step, value in enumerate(values)]
+    rows: list[dict[str, Any]] = [{"step": step, "loss": value} for step, value in enumerate(values)]
     seen = [
         (step, value if mode == "max" else -value) for step, value in enumerate(values) if value is not None and value == value
     ]
@@ -166,7 +166,7 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
         if since >= patience and step >= resumed:
             expected = step
             break
-    stopping = EarlyStopping("m", patience, mode, delta)
+    stopping = EarlyStopping("loss", patience, mode, delta)
     stopping.on_run_begin(RunInfo(RunConfig(), min(resumed, len(rows)), rows[:resumed]))
     found = None
     for row in rows[resumed:]:
@@ -176,7 +176,7 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
             found = row["step"]
             break
     assert found == expected
-    with pytest.raises(ValueError, match=r"looks at accuracy/greedy, and this run never evaluates"):
+    with pytest.raises(ValueError, match=r"accuracy/greedy is measured by evaluations, but"):
         EarlyStopping().on_run_begin(RunInfo(RunConfig.model_validate({"evaluate": {"every": 0}}), 0, []))
 
 

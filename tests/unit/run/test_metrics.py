@@ -31,6 +31,7 @@ from tepo_megatron.run.metrics import (
     read_tokens,
     token_file,
     token_files,
+    value_in,
 )
 from tepo_megatron.run.output.token_samples import token_samples
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches
@@ -286,3 +287,12 @@ def test_the_first_groups_are_marked_in_steps_that_are_recorded() -> None:
         assert mark_recorded(batch, LogConfig(token_samples=count), step) is batch
     recorded_S = mark_recorded(batch, LogConfig(token_samples=2), 10).select([5, 3, 0, 1, 2]).recorded_S
     assert recorded_S.tolist() == [-1, 3, 0, 1, 2]
+
+
+@given(k=st.integers(0, 99), other=st.integers(100, 999))
+def test_accuracies_of_samples_have_their_number_and_the_earlier_name_is_understood(k: int, other: int) -> None:
+    name = f"accuracy/avg@{k}"
+    for row in ({name: 0.5}, {"accuracy/avg@k": 0.5}):
+        assert value_in(row, name) == value_in(row, "accuracy/avg@k") == 0.5
+        assert value_in(row, f"eval/{name}") is None
+    assert value_in({name: 0.5}, f"accuracy/avg@{other}") is None

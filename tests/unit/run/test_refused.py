@@ -34,6 +34,7 @@ OVERLAP, PENALISE = "train.schedule=overlap", "rollout.truncated=penalise"
 FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
 FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
 FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
+SET = "evaluate.sets.s={path: x, majority: none}"
 ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
 
 
@@ -87,6 +88,11 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (ROLLBACK, r"save_every = 0 writes none"),
         ([*ROLLBACK, "train.save_every=1", "rollout.replay=/x"], r"the same rollouts would be read again"),
         (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], r"evaluate\.every = 0 makes none"),
+        (["train.save_every=1", "train.keep_best.metric=avg@4"], r"no metric of this run; did you mean accuracy/avg@4\?"),
+        ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=los"], r"rollback\.metric = los is no .* mean loss\?"),
+        (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], r"did you mean accuracy/avg@4\?"),
+        (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
+        ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
         (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
         # rewards of several components
         ([GDPO, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names none; a run has one .* unless reward\.weights"),

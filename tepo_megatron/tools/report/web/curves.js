@@ -3,6 +3,8 @@
 const KEY_METRICS = [
   'reward/mean', 'accuracy/greedy', 'accuracy/avg@k', 'entropy/mean', 'mask/fraction', 'kl/mean', 'grad_norm', 'response_len/mean', 'groups/zero_variance',
 ];
+/** Whether a metric has this name; `accuracy/avg@k` is that of any k. */
+const isCalled = (name, metric) => metric === name || (name.endsWith('@k') && metric.startsWith(name.slice(0, -1)));
 const SECTIONS = [
   ['Reward and accuracy', /^(reward|accuracy|heldout|eval|source)\//],
   ['Policy', /^(entropy\/|mask\/|ratio|sequence_ratio|clip\/|kl\/|loss$|grad_norm$|lr$|update\/)/],

@@ -99,8 +99,9 @@ function legend(changed) {
   return el('div', { class: 'legend', role: 'group', 'aria-label': 'Runs; a click hides or shows one, with Shift it alone' }, chips);
 }
 
-const last = (run, metric) => {
-  const values = (run.columns[metric] ?? []).filter((value) => value !== null);
+const last = (run, name) => {
+  const metrics = Object.keys(run.columns).filter((metric) => isCalled(name, metric));
+  const values = metrics.flatMap((metric) => run.columns[metric].filter((value) => value !== null));
   return values.length ? values[values.length - 1] : null;
 };
 const best = (run, metric) => {
@@ -171,7 +172,7 @@ function overviewTab() {
         el('th', { scope: 'col', text: 'step' }),
         ...shown.map(([name, says]) => el('th', { scope: 'col', title: says, text: name })))),
       el('tbody', {}, rows))),
-    el('h2', { text: 'Key curves' }), ...curveTools(), chartGrid(KEY_METRICS.filter((metric) => DATA.metrics.includes(metric))));
+    el('h2', { text: 'Key curves' }), ...curveTools(), chartGrid(KEY_METRICS.flatMap((name) => DATA.metrics.filter((metric) => isCalled(name, metric)))));
 }
 
 function stateText(runs, going) {
