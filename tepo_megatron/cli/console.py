@@ -99,13 +99,13 @@ def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path |
     return run, settings
 
 
-def load_config(run: Path | None, overrides: Sequence[str]) -> RunConfig:
+def load_config(run: Path | None, overrides: Sequence[str], *, trains: bool = True) -> RunConfig:
     """``load_run`` with warnings as sentences, by one process only."""
     from tepo_megatron.config.load import load_run
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        config = load_run(run, overrides)
+        config = load_run(run, overrides, trains=trains)
     for text in dict.fromkeys(str(warning.message) for warning in caught):
         warnings.filterwarnings("ignore", message=re.escape(text))  # printed here; do not repeat it when a section is replaced
         if speaks_first():

@@ -106,7 +106,9 @@ def _evaluate(
     """
     outlive_readers()
     with user_errors(), stopped_together():
-        config = load_config(run, overrides or ())
+        if model.is_file():
+            raise ValueError(f"{model} is a file; tepo eval takes a model's folder: tepo eval MODEL_DIR --run {model}")
+        config = load_config(run, overrides or (), trains=False)
         names_problems = "heldout" in config.data.model_fields_set or config.evaluate.sets
         if run is None and not str(model).startswith("builtin:") and not names_problems:
             raise ValueError(

@@ -33,11 +33,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{source}: {count} in the configuration", *(f"  {line}" for line in self.problems)]))
 
 
-def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True) -> RunConfig:
     """Reads a run's YAML (``None``: only defaults), applies overrides, and checks the whole.
 
     ``base: other.yaml`` in a file names the file below it, relative to it. Overrides are ``a.b=value`` in YAML; the last one of
-    a path counts. ``${a.b}`` takes the value of another field, also a default.
+    a path counts. ``${a.b}`` takes the value of another field, also a default. ``trains`` false: for an evaluation alone, whose
+    samples may be drawn in ways that a trainer cannot score.
 
     Raises:
         ConfigError: lists all problems found at once.
@@ -50,7 +51,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
         chosen = merge_sections(raw, _parse_overrides(overrides, problems))
         merged = OmegaConf.create(merge_sections(RunConfig().model_dump(mode="json"), chosen))
         values = _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), chosen)
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values, context={"trains": trains})
     except RecursionError as error:
         raise ConfigError(source, [*problems, "sections, lists or ${…} are nested too deeply"]) from error
     except (OmegaConfBaseException, ValidationError) as error:

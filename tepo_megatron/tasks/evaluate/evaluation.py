@@ -96,6 +96,7 @@ def evaluate_all(
         samples=[row for result in everything for row in result.samples],
         first_failure=errors[0] if errors else None,
         sets=tuple(results),
+        heldout=plain,
     )
 
 
@@ -117,6 +118,7 @@ class EvaluationResult:
     samples: list[dict[str, Any]]
     first_failure: str | None = None
     sets: tuple[SetResult, ...] = ()
+    heldout: SetResult | None = None
 
     @property
     def warnings(self) -> list[str]:

@@ -27,12 +27,12 @@ def interval(figure: str, values: Sequence[float]) -> Interval:
 def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: int) -> dict[str, Interval]:
     """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses."""
     folder.mkdir(parents=True, exist_ok=True)
-    of, lines = result.of, []
+    of, lines, name = result.of, [], result.of.name or "data.heldout"  # no set's name has a dot
     for problem in result.problems:
         about = repr((problem.problem.prompt, problem.problem.answer)).encode("utf-8", "backslashreplace")
         row = {**problem.row(), "digest": sha256(about).hexdigest()[:16], "figures": problem.figures}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    (folder / f"{of.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     intervals = {name: interval(name, values) for name, values in result.figures.items()}
     settings = {
         "model": str(model),
@@ -50,8 +50,8 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: i
         "seed": seed,
     }
     figures = {name: asdict(value) for name, value in intervals.items()}
-    summary = {"set": of.name, "settings": settings, "figures": figures, "failed": len(result.errors)}
-    (folder / f"{of.name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    summary = {"set": name, "settings": settings, "figures": figures, "failed": len(result.errors)}
+    (folder / f"{name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return intervals
 
 
@@ -62,7 +62,7 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
             break
     sets = {path.stem: _read_set(path) for path in paths if path.with_suffix(".json").is_file()}
     if not sets:
-        raise ValueError(f"{folder} has no results of evaluation sets; tepo eval writes them")
+        raise ValueError(f"{folder} has no results of an evaluation; give the output folder of tepo eval")
     return sets
 
 
@@ -76,7 +76,8 @@ def _read_set(path: Path) -> StoredSet:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
-            problems[row["problem"]] = (row["digest"], {name: float(value) for name, value in row["figures"].items()})
+            figures = {name: float(value) for name, value in row["figures"].items()}
+            problems["/".join([*([row["source"]] if "source" in row else []), row["problem"]])] = (row["digest"], figures)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: not a result: {error!r}; evaluate again") from error
     return StoredSet(path.stem, settings, problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -37,8 +38,8 @@ def evaluate_model(
 
     With sets, the default held-out problems are left out: they belong to the demonstration. ``sets``: only these names.
     ``resume``: reuse responses of an interrupted evaluation of equal model and settings. ``<output>/eval`` receives
-    ``metrics.json``, ``samples.jsonl``, servers' logs, and for each set ``results/NAME.jsonl`` (responses) and
-    ``results/NAME.json`` (figures with intervals).
+    ``metrics.json``, ``samples.jsonl``, servers' logs, and for each set, and ``data.heldout``, ``results/NAME.jsonl``
+    (responses) and ``results/NAME.json`` (figures with intervals).
 
     Raises ValueError for nothing to evaluate, an unusable model, source or verifier, a ``rollout.server.tp`` that cannot split
     the model, or external servers that start without weights; RuntimeError if a server does not start.
@@ -84,13 +85,15 @@ def evaluate_model(
             )
     stored.unlink(missing_ok=True)  # the results have them
     _write(output, result)
-    intervals = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in result.sets]
+    own = result.heldout
+    heldouts = [] if own is None else [replace(own, of=replace(own.of, truncation=truncation))]
+    written = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in (*result.sets, *heldouts)]
     if table:
         console = Terminal.of_output()
         if heldout:
             console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
         if chosen:
-            console.print(_sets_table(model, result.sets, intervals))
+            console.print(_sets_table(model, result.sets, written[: len(result.sets)]))
     return result
 
 

@@ -65,10 +65,28 @@ def test_only_the_same_problems_are_compared_and_other_settings_are_said(tmp_pat
     assert shown[0]["figures"]["greedy"]["difference"]["mean"] == pytest.approx(6 / 15)
 
 
+def test_held_out_problems_are_compared_as_a_set(tmp_path: Path) -> None:
+    for name, solved in {"a": 4, "b": 10}.items():
+        texts = [problem.answer if number < solved else "no" for number, problem in enumerate(PROBLEMS)]
+        result = evaluate(Answers([[text, text] for text in texts]), heldout=PROBLEMS, samples=1).heldout
+        write_results(tmp_path / name / "eval" / "results", result, model=name, seed=0)
+    (found,) = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)
+    assert (found["name"], found["problems"]) == ("data.heldout", 20)
+    assert found["figures"]["avg@1"]["difference"]["mean"] == pytest.approx(0.3)
+
+
+def test_a_run_is_no_model_and_an_evaluation_may_cut_as_a_trainer_may_not(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {heldout: x.jsonl}\n")
+    said = " ".join(invoke("eval", tmp_path / "run.yaml", code=1).output.split())
+    assert "run.yaml is a file; tepo eval takes a model's folder" in said
+    given = ("data.train=x.jsonl", "data.heldout=x.jsonl", "rollout.sampling.top_p=0.9")
+    assert "the model folder none does not exist" in " ".join(invoke("eval", "none", *given, code=1).output.split())
+
+
 def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
     write(tmp_path / "a", 4)
     write(tmp_path / "b", 4, problems=[Problem("x", "1+1=", "2")])
-    for other, said in {"b": "no set with a problem that is in both", "none": "has no results of evaluation sets"}.items():
+    for other, said in {"b": "no set with a problem that is in both", "none": "has no results of an evaluation"}.items():
         assert said in " ".join(invoke("compare", tmp_path / "a", tmp_path / other, code=1).output.split())
     path = tmp_path / "a" / "eval" / "results" / "sums.jsonl"
     path.write_text(path.read_text() + "{}\n")
