@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import CustomKind, Plugin, load_plugin
+from tepo_megatron.config.objective.custom import CustomKind, Plugin, kinds_of, load_plugin
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset, find_preset, is_preset_file
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.runtime.text import echo
@@ -50,7 +50,7 @@ def _list_presets(
         result = {name: _find_preset(name) for name in files or ()}
         presets = {**PRESETS, **{name: preset for name, preset in result.items() if preset is not None}}
         plugins = [_find_plugin(name) for name, preset in result.items() if preset is None]
-        configs = {name: ObjectiveConfig(preset=name) for name in presets}
+        configs = {name: _load_objective(name) for name in presets}
     if as_json:
         listed = {
             name: {**_texts_of(item), "objective": configs[name].model_dump(mode="json")} for name, item in presets.items()
@@ -100,7 +100,7 @@ def _show_preset(
             else:
                 _show_plugin(plugin)
             return
-        config = ObjectiveConfig(preset=name)
+        config = _load_objective(name)
     from tepo_megatron.core.objective.gradient_weight import gradient_weights
 
     weights = gradient_weights(config)
@@ -163,6 +163,12 @@ def _check_command(
             echo(f"note: {note}")
     if any(finding["problem"] for item in checked for finding in item["rules"]):
         raise typer.Exit(1)
+
+
+def _load_objective(preset: str) -> ObjectiveConfig:
+    from tepo_megatron.config.load import load_objective
+
+    return load_objective(preset)
 
 
 def _texts_of(entry: Preset) -> dict[str, Any]:
@@ -317,7 +323,7 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a range for another ratio is not an error of the kind
         if _find_preset(target) is not None:
-            yield target, ObjectiveConfig(preset=target)
+            yield target, _load_objective(target)
             return
         plugin = _find_plugin(target)
         for kind in plugin.kinds:
@@ -342,6 +348,7 @@ def _notes_on(plugins: Iterable[str]) -> list[str]:
 
 def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
     required = [name for name, field in kind.model_fields.items() if field.is_required()]
+    kinds_of((plugin.name,), kind.slot)
     problems: Sequence[Any] = ()
     for value in _TRIED:
         section = {"kind": kind.kind_name(), **dict.fromkeys(required, value)}

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, find_preset
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.config.schema import describe, schema_rows, show, with_plugins
 
@@ -62,6 +63,16 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: 
     if problems:
         raise ConfigError(source, problems)
     return config
+
+
+def load_objective(preset: str) -> ObjectiveConfig:
+    """``preset`` is a name or a file. Raises ConfigError with all problems, and ValueError if there is no such preset."""
+    find_preset(preset)
+    try:
+        return ObjectiveConfig(preset=preset)
+    except ValidationError as error:
+        with with_plugins(_named_plugins({"objective": {"preset": preset}})):
+            raise ConfigError(preset, describe(error, above=("objective",))) from error
 
 
 def _named_plugins(values: Any) -> tuple[str, ...]:

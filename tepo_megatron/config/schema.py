@@ -208,10 +208,14 @@ def _named(node: Node) -> Node:
 _MOST_PROBLEMS = 40
 
 
-def describe(error: Exception) -> list[str]:
-    """Sentences for an error of pydantic, OmegaConf or PyYAML; refusing union members share one."""
+def describe(error: Exception, above: tuple[str, ...] = ()) -> list[str]:
+    """Sentences for an error of pydantic, OmegaConf or PyYAML; refusing union members share one. ``above``: the place of the
+    section that was validated.
+    """
     if isinstance(error, ValidationError):
         details = error.errors()
+        for detail in details:
+            detail["loc"] = (*above, *detail["loc"])
         details = [item for item in details if not _is_of_another_form(item, details)]
         lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
         return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines

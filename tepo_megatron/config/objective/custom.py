@@ -258,7 +258,8 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
 _BUILTIN: dict[str, tuple[type[ObjectiveSection], ...]] = {}
 
 
-def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[ObjectiveSection], ...]:
+def kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[ObjectiveSection], ...]:
+    """With the built-in ones. Raises ValueError if two have one name."""
     owners = {kind.kind_name(): "the package" for kind in _BUILTIN[slot]}
     kinds: list[type[ObjectiveSection]] = list(_BUILTIN[slot])
     for plugin in map(load_plugin, plugins):
@@ -291,7 +292,7 @@ class CustomSlot:
                         f"{type(value).__name__} is a kind of objective.{value.slot}, not of objective.{self.slot}"
                     )
                 return value
-            kinds = _kinds_of(info.data.get("plugins", ()), self.slot)
+            kinds = kinds_of(info.data.get("plugins", ()), self.slot)
             if len(kinds) > len(members):
                 return _adapter(kinds).validate_python(value)
             if not members:
@@ -312,7 +313,7 @@ def plugin_schemas(plugins: Sequence[str]) -> dict[str, Any]:
     """JSON schemas, with ``$defs``, of the fields with kinds of these plugins."""
     schemas: dict[str, Any] = {"$defs": {}}
     for slot, builtin in _BUILTIN.items():
-        kinds = _kinds_of(plugins, slot)
+        kinds = kinds_of(plugins, slot)
         if kinds != builtin:
             node = _adapter(kinds).json_schema(ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator)
             schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}

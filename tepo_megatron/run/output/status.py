@@ -57,7 +57,12 @@ def _read(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[Rank
     if not resolved.is_file():
         raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
     records = sorted(RankRecord.read_all(output / "status"), key=lambda record: record.rank)
-    config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    try:
+        config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+        config["name"], config["output"], config["train"]["steps"]
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{resolved} lacks name, output or train.steps of a run, or is damaged: {why}; restore it") from error
     return config, read_metrics(metrics) if metrics.is_file() else [], records
 
 

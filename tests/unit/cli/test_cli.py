@@ -147,6 +147,9 @@ def test_tables_as_json(tmp_path: Path) -> None:
     status = as_json("status", tmp_path)
     assert (status["name"], status["runs"], status["step"], status["steps"]) == ("mine", False, 1, 9)
     assert status["last_evaluation"] == {"step": 0, "accuracy/greedy": 0.5}
+    (tmp_path / "resolved.yaml").write_text("name: mine\noutput: out\n")
+    for command in ("status", "report"):
+        assert "resolved.yaml lacks name, output or train.steps" in invoke(command, tmp_path, code=1).output
 
 
 @pytest.mark.parametrize(

@@ -290,3 +290,17 @@ def test_show_draws_a_png(tmp_path):
     result = invoke("objective", "show", "sapo", "--png", str(png))
     assert f"wrote {png}" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_objective_with_errors_is_sentences(tmp_path):
+    (tmp_path / "bad.yaml").write_text("preset: grpo\nratio: {kind: sequnce}\ntrust_region: {kind: clip, lo: 0.2}\n")
+    own = 'kind: Literal["clip"] = "clip"\n    def surrogate(self, ratio_T, values):\n        return ratio_T\n'
+    head = "from typing import Literal\nfrom tepo_megatron import OwnTrustRegion\n"
+    (tmp_path / "clash.py").write_text(f"{head}class Mine(OwnTrustRegion):\n    {own}")
+    for words in (("check", "bad.yaml"), ("show", "bad.yaml"), ("list", "bad.yaml"), ("check", "clash.py")):
+        said = " ".join(invoke("objective", words[0], str(tmp_path / words[1]), code=1).output.split())
+        if words[1] == "bad.yaml":
+            assert 'objective.ratio.kind: got "sequnce"; allowed: "power_mean", "prefix"' in said
+            assert "objective.trust_region.lo: unknown key (got 0.2); did you mean objective.trust_region.low?" in said
+        else:
+            assert said.endswith("both have a kind 'clip' of objective.trust_region; rename one")
