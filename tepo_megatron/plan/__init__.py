@@ -233,7 +233,9 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         )
     if plan.spec.experts:
         yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
-    yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
+    if config.model.dtype == "float32" and on_gpu(config):
+        yield "model.dtype = float32 computes at a fifteenth of cluster.gpu_tflops; bfloat16 at all of it"
+    yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s in bf16, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
     yield (
         f"MFU {cluster.train_mfu:.0%} in training and {cluster.score_mfu:.0%} without gradient while a GPU computes; it also "
         "waits for tensor-parallel ranks and the next stage"

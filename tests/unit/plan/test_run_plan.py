@@ -145,6 +145,15 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert (replayed.time.generation, replayed.time.sync, replayed.sync) == (0, 0, None)
 
 
+def test_float32_computes_at_its_own_peak() -> None:
+    overrides = ("engine.parallel={tp: 1, sequence_parallel: false}", "cluster.gpu_memory_gib=1000", REPLAY)
+    half, full = (plan(QWEN, *overrides, f"model.dtype={dtype}") for dtype in ("bfloat16", "float32"))
+    assert full.time.train == pytest.approx(15 * half.time.train)
+    assert full.time.score == pytest.approx(15 * half.time.score)
+    assert full.time.mfu == pytest.approx(half.time.mfu)
+    assert [any("a fifteenth" in text for text in found.assumptions) for found in (half, full)] == [False, True]
+
+
 @given(pp=st.sampled_from([2, 4, 8]), vpp=st.sampled_from([1, 2, 5]))
 @settings(deadline=None)
 def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vpp: int) -> None:
