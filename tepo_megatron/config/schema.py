@@ -86,6 +86,30 @@ def schema_rows(*, of_lists: bool = False) -> list[_SchemaRow]:
     return [row for row in rows if of_lists or "[]" not in row.path]
 
 
+def one_row_a_key(rows: Sequence[_SchemaRow]) -> list[_SchemaRow]:
+    """Joins the rows of a field in several variants; what differs names its variants."""
+    groups: dict[str, list[_SchemaRow]] = {}
+    for row in rows:
+        groups.setdefault(row.path, []).append(row)
+    return [_joined(group) for group in groups.values()]
+
+
+def _joined(group: Sequence[_SchemaRow]) -> _SchemaRow:
+    def text(column: str) -> str:
+        variants: dict[str, list[str]] = {}
+        for row in group:
+            variants.setdefault(getattr(row, column), []).append(row.when)
+        return "; ".join(variants if len(variants) == 1 else (f"{key} ({_either(whens)})" for key, whens in variants.items()))
+
+    when = _either([row.when for row in group])
+    return _SchemaRow(group[0].path, text("allowed"), text("default"), text("description"), when)
+
+
+def _either(whens: Sequence[str]) -> str:
+    first, *others = dict.fromkeys(whens)
+    return ", ".join([first, *(when.partition(" = ")[2] for when in others)])
+
+
 def _allowed(node: Node) -> str:
     node = _follow(node)
     if "discriminator" in node:
@@ -151,7 +175,8 @@ def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[_SchemaRow
         if name == tag_here:
             continue
         child = _follow(raw)
-        value = default[name] if isinstance(default, dict) and name in default else child.get("default", ...)
+        unset: Any = ... if name in node.get("required", ()) else {}  # a default that is made, {}, is not in the schema
+        value = default[name] if isinstance(default, dict) and name in default else child.get("default", unset)
         here = f"{path}.{name}" if path else name
         if "properties" in _named(child):
             yield _SchemaRow(here, "sections by name", "none", _plain(child["description"]), when)
@@ -174,7 +199,7 @@ def _shown(default: Any) -> str:
     if default is ...:
         return "required"
     if isinstance(default, dict):
-        return f"kind = {show(default['kind'])}" if "kind" in default else "a section"
+        return f"kind = {show(default['kind'])}" if "kind" in default else "a section" if default else "{}"
     return show(default)
 
 

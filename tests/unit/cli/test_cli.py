@@ -68,6 +68,11 @@ def test_schema_is_a_table_of_all_fields_or_of_a_part_or_json() -> None:
     assert "optimizer.lr" not in part
     assert "train" in json.loads(schema("--json").stdout)["properties"]
     assert "no field is nothing or below it" in schema("nothing", code=1).stderr
+    defaults = {words[0]: words[1] for line in whole.splitlines() if len(words := line.split()) > 1 and line[1:2].isalpha()}
+    assert {defaults[name] for name in ("environment.kwargs", "log.mlflow.tags", "data.train[].verifier_kwargs")} == {"{}"}
+    assert {defaults[name] for name in ("environment.name", "train.keep_best.metric", "objective.ratio.p")} == {"required"}
+    assert [line.split()[:1] for line in whole.splitlines()].count(["objective.trust_region.low"]) == 1
+    assert 'only with kind = "clip", "clip_cov"' in schema("objective.trust_region.low").stdout
 
 
 @pytest.mark.parametrize("command", [["train"], ["config", "show"], ["eval", "somewhere", "--run"]])
