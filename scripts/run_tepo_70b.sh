@@ -75,4 +75,11 @@ tepo=$here/.venv-launch/bin/tepo
 if [[ $dry_run == no ]]; then
   "$tepo" plan "${arguments[@]}"
 fi
-exec "$tepo" launch "${arguments[@]}" ${options[@]+"${options[@]}"}
+code=0
+"$tepo" launch "${arguments[@]}" ${options[@]+"${options[@]}"} || code=$?
+unset_yet=$("$tepo" plan "${arguments[@]}" 2>/dev/null | sed -n '/^Not set yet/,$p' || true) # launch has said why it fails
+if [[ -n $unset_yet ]]; then
+  echo "$unset_yet"
+  echo "MODEL, TRAIN_DATA, HELDOUT_DATA, ACCOUNT, PARTITION, CONTAINER and NODE_PYTHON at the head of scripts/run_tepo_70b.sh set these."
+fi
+exit "$code"

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.plan import Plan
 from tepo_megatron.plan.memory import GIB
 from tepo_megatron.plan.time import Lengths, ServerMemory, SyncTraffic
@@ -34,7 +37,24 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
     counted = sum(map(len, exact or ()))
     verdict = [f"Exact: Megatron builds as many parameters on each of {counted} (tp, pp) ranks as the formula says."]
-    return ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]
+    notes = ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]
+    if unset := [f"  - {text}" for text in _unset(plan.config)]:
+        notes += ["Not set yet; set it in the run's file, or as an override:", *unset]
+    return notes
+
+
+def _unset(config: RunConfig) -> Iterator[str]:
+    cluster, data = config.cluster, config.data
+    if cluster.train_nodes + cluster.rollout_nodes > 1:
+        for name in ("account", "partition"):
+            if getattr(cluster, name) is None:
+                yield f"cluster.{name}: Slurm's default"
+        if cluster.container is None and cluster.python == "python":
+            yield "cluster.container, or cluster.python: whatever 'python' is on the nodes"
+    paths = [("model.path", config.model.path), *(("data.train", source.path) for source in data.train_sources)]
+    for name, path in [*paths, *(("data.heldout", source.path) for source in data.heldout_sources)]:
+        if not path.startswith(BUILTIN) and not Path(path).expanduser().exists():
+            yield f"{name}: {path} is not on this machine; every node must see it"
 
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:

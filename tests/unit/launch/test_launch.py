@@ -328,3 +328,41 @@ def test_launching_without_nemo_run_is_one_sentence(tmp_path: Path) -> None:
     done = run_python(*command, cwd=tmp_path, environment={"PYTHONPATH": path}, code=1)
     assert done.stderr.startswith("error: tepo launch needs NeMo-Run")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_70b_script_and_the_plan_end_with_what_is_not_set_yet(tmp_path: Path) -> None:
+    """The script with a ``tepo`` that plans, and only prints what it would submit."""
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "run_tepo_70b.sh"
+    script.write_bytes((ROOT / "scripts/run_tepo_70b.sh").read_bytes())
+    write_script(tmp_path / "scripts" / "setup_launch.sh", "true")
+    (tmp_path / ".venv-launch" / "bin").mkdir(parents=True)
+    plan = (
+        f'[ "$1" = launch ] && exit 3\n[ "$1" = plan ] && PYTHONPATH={ROOT} exec {sys.executable} -m tepo_megatron "$@"\ntrue'
+    )
+    write_script(tmp_path / ".venv-launch" / "bin" / "tepo", plan)
+    environment = {**os.environ, "RUN": str(ROOT / "examples/llama3.3-70b/run.yaml")}
+
+    def ends(**given: str) -> tuple[list[str], str]:
+        done = subprocess.run(
+            ["bash", script, "--dry-run"],
+            env=environment | given,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 3, "launch's own exit code"
+        *lines, last = done.stdout.partition("Not set yet")[2].splitlines() or [""]
+        return [line.split(":")[0].strip("- ") for line in lines[1:]], last
+
+    names, last = ends()
+    assert names == ["cluster.account", "cluster.partition", "cluster.container, or cluster.python", *PATHS]
+    assert "at the head of scripts/run_tepo_70b.sh" in last
+    (tmp_path / "data").touch()
+    given = {"MODEL": str(ROOT / "tests"), "TRAIN_DATA": str(tmp_path / "data"), "HELDOUT_DATA": str(tmp_path / "data")}
+    assert ends(ACCOUNT="a", PARTITION="p", CONTAINER="c")[0] == PATHS
+    assert "model.path" not in ends(**given)[0]
+
+
+PATHS = ["model.path", "data.train", "data.heldout"]
