@@ -21,13 +21,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 45_000,
-    "tests, lines": 38_000,
-    "docs and docstrings, words": 104_950,
-    "public classes and functions": 770,
-    "modules": 253,
+    "package, lines": 45_880,
+    "tests, lines": 38_650,
+    "docs and docstrings, words": 106_300,
+    "public classes and functions": 778,
+    "modules": 254,
     "modules below 60 lines": 40,
-    "largest folder, files": 17,
+    "largest folder, files": 18,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,

@@ -131,7 +131,7 @@ class Sampler(WeightReceiver, Protocol):
         """The servers' addresses."""
 
     def describe(self) -> list[str]:
-        """A line for each server, for ``tepo status``. Called after each step."""
+        """Returns a line for each server, for ``tepo status``. Called after each step."""
         return self.addresses
 
     def start(self) -> None:

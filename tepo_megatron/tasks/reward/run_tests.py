@@ -65,7 +65,7 @@ class _Ended(BaseException):
 
 
 class _Proxy:
-    """An object of the other side."""
+    """Stands for an object of the other side."""
 
     __slots__ = ("_tepo_number", "_tepo_peer")
     _tepo_number: int
@@ -124,7 +124,7 @@ for _name in _OPERATIONS:
 
 
 class _Peer:
-    """One end of the socket. ``operations``: what the other may ask; ``proxy``: the class of its objects here."""
+    """Is one end of the socket. ``operations``: what the other may ask; ``proxy``: the class of its objects here."""
 
     def __init__(self, descriptor: int, operations: Mapping[str, Callable[..., Any]], proxy: type[_Proxy]) -> None:
         self._reads, self._writes = os.fdopen(descriptor, "rb"), os.fdopen(os.dup(descriptor), "wb")
