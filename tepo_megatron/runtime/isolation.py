@@ -13,10 +13,10 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from tepo_megatron.runtime.supervise import folder_name, temporary_folder
+from tepo_megatron.runtime.supervise import folder_name, remove_tree, temporary_folder
 
 _NOBODY = 65534
 _KERNEL = ctypes.CDLL(None, use_errno=True)
@@ -39,16 +39,16 @@ def confined(scripts: Sequence[str], identity: tuple[bool, int] | None = None) -
     """
     other_user, capabilities = identity or _identity()
     base = temporary_folder()
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-", dir=base, ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=base)
+        stack.callback(remove_tree, folder)
         if other_user:  # its owner stays, who sweeps
             os.chown(folder, -1, _NOBODY)
             os.chmod(folder, 0o770)  # noqa: S103
         rules = _rules(folder, scripts)
-        try:
-            yield folder, functools.partial(_confine, os.getpid(), other_user, capabilities, rules, _filter())
-        finally:
-            if rules is not None:
-                os.close(rules)
+        if rules is not None:
+            stack.callback(os.close, rules)
+        yield folder, functools.partial(_confine, os.getpid(), other_user, capabilities, rules, _filter())
 
 
 @functools.cache
@@ -57,8 +57,8 @@ def _identity() -> tuple[bool, int]:
     if os.geteuid() == 0:
         for capabilities in (0, _READ_SEARCH) if landlock_version() else (0,):
             with (
+                suppress(OSError, subprocess.SubprocessError),  # also where the namespace has no such user
                 confined((__file__,), (True, capabilities)) as (folder, confine),
-                suppress(PermissionError, subprocess.SubprocessError),
             ):
                 command = [*PYTHON, "-c", f"open({__file__!r}); open({folder!r} + '/file', 'w')"]
                 if subprocess.run(command, preexec_fn=confine, stderr=subprocess.DEVNULL, check=False).returncode == 0:
@@ -110,7 +110,7 @@ def _rules(folder: str, scripts: Sequence[str]) -> int | None:
         f"{sys.prefix}/pyvenv.cfg",
     )
     devices = ("/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom", "/dev/zero")
-    rights = dict.fromkeys((*libraries, *python, *devices, *scripts), read)
+    rights = dict.fromkeys((*libraries, *_library_folders(), *python, *devices, *scripts), read)
     for path, allowed in {**rights, "/dev/null": read_and_write, folder: everything}.items():
         with suppress(FileNotFoundError):  # this system has none
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -120,6 +120,14 @@ def _rules(folder: str, scripts: Sequence[str]) -> int | None:
             finally:
                 os.close(descriptor)
     return rules
+
+
+@functools.cache
+def _library_folders() -> list[str]:
+    """Where this process found its libraries, which need not be the system's folders."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        files = {line.split(maxsplit=5)[-1].strip() for line in maps if ".so" in line}
+    return sorted({os.path.dirname(file) for file in files if file.startswith("/")})
 
 
 def _filter() -> bytes | None:

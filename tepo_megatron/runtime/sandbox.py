@@ -69,22 +69,23 @@ class Sandbox:
         self, arguments: Sequence[str], given: bytes, stdout: BinaryIO | None, ends: Sequence[socket.socket]
     ) -> AsyncIterator[asyncio.subprocess.Process]:
         descriptors = [end.fileno() for end in ends]
-        with confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine), tempfile.TemporaryFile() as stdin:
-            stdin.write(given)
-            stdin.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *PYTHON,
-                *arguments,
-                *map(str, descriptors),
-                cwd=folder,
-                env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-                stdin=stdin,
-                stdout=stdout or asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=descriptors,
-                preexec_fn=lambda: self._limit(confine),
-            )
+        with confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine):
+            with tempfile.TemporaryFile() as stdin:
+                stdin.write(given)
+                stdin.seek(0)
+                process = await asyncio.create_subprocess_exec(
+                    *PYTHON,
+                    *arguments,
+                    *map(str, descriptors),
+                    cwd=folder,
+                    env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+                    stdin=stdin,
+                    stdout=stdout or asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=descriptors,
+                    preexec_fn=lambda: self._limit(confine),
+                )
             try:
                 yield process
             finally:

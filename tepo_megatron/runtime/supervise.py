@@ -143,6 +143,14 @@ def folder_name() -> str:
     return f"{_PREFIX}-{_place()}-{pid}-{Process.start_time(pid)}"
 
 
+def remove_tree(folder: str | Path) -> None:
+    """Removes it at any depth, as far as this user may; a model's program may make thousands of folders in one another."""
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
+
+
 def temporary_folder() -> Path:
     """Socket paths have at most 107 characters."""
     folder = Path(tempfile.gettempdir())
@@ -182,7 +190,7 @@ def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
         if recorded[name] not in still_used:
             with suppress(FileNotFoundError):
                 (SHM / name).unlink()
-    shutil.rmtree(folder, ignore_errors=True)  # the next sweep removes the rest
+    remove_tree(folder)  # the next sweep removes the rest
 
 
 def _read_record(path: Path) -> dict[str, int]:

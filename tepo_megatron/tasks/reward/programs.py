@@ -55,7 +55,7 @@ class PythonTests:
             "setup": problem.metadata.get("setup") or "",
             "program": self.program_in(response, problem),
             "tests": tests,
-            "may_hide": _DEFINED.findall(problem.answer),
+            "may_hide": [*_DEFINED.findall(problem.answer), problem.metadata.get("entry_point")],
             "all": not self._partial,
         }
         script, kept = str(Path(run_tests.__file__)), _LINE_BYTES * (len(tests) + 1)

@@ -20,6 +20,7 @@ import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from types import BuiltinFunctionType, ModuleType
@@ -54,7 +55,7 @@ _UNPACK: Mapping[str, Callable[[Any], Any]] = {
 _MUTABLE = (list, dict, set, bytearray, deque)
 _TYPES = {
     f"{value.__module__}.{value.__qualname__}": value
-    for value in (*vars(builtins).values(), Decimal, Fraction, deque, Counter, OrderedDict, defaultdict)
+    for value in (*vars(builtins).values(), type(None), Decimal, Fraction, deque, Counter, OrderedDict, defaultdict)
     if isinstance(value, type) and not value.__module__.startswith("_")
 }
 """Types that are the same on both sides."""
@@ -75,7 +76,7 @@ class _Proxy:
         object.__setattr__(self, "_tepo_peer", peer)
         object.__setattr__(self, "_tepo_number", number)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._tepo_peer.ask("__call__", self, *args, **kwargs)
 
 
@@ -134,7 +135,7 @@ class _Peer:
         self._classes: dict[int, type[BaseException]] = {}
         self.broken = False
 
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Raises what the operation raises there, or :class:`_Ended`."""
         values = [*args, *kwargs.values()]
         message = ["ask", operation, [self.encode(value) for value in args], {k: self.encode(v) for k, v in kwargs.items()}]
@@ -239,7 +240,7 @@ class _Tests(_Peer):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, {"__call__": self._call}, _Handle)
 
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not any(function is item for item in self.objects):
             raise _Ended("the program called what the tests have not given it")
         return function(*args, **kwargs)
@@ -247,7 +248,9 @@ class _Tests(_Peer):
     def _encode_object(self, value: Any) -> Any:
         is_function = isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
         if (is_function or isinstance(value, type)) and value.__module__ in sys.stdlib_module_names:
-            return {"named": [value.__module__, value.__qualname__]}
+            with suppress(AttributeError):  # the name of None's type, for one, is not in its module
+                if operator.attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value:
+                    return {"named": [value.__module__, value.__qualname__]}
         return super()._encode_object(value)
 
     def _decode_special(self, tag: str, content: Any) -> Any:
@@ -260,7 +263,7 @@ class _Tests(_Peer):
 
 class _Program(_Peer):
     def __init__(self, descriptor: int) -> None:
-        call = {"__call__": lambda function, *args, **kwargs: function(*args, **kwargs), "run": self._run}
+        call = {"__call__": lambda function, /, *args, **kwargs: function(*args, **kwargs), "run": self._run}
         super().__init__(
             descriptor, {**_OPERATIONS, **call, "getattr": getattr, "setattr": setattr, "delattr": delattr}, _Proxy
         )
@@ -273,12 +276,16 @@ class _Program(_Peer):
         finally:
             os._exit(0)
 
-    def _run(self, *texts: str) -> dict[str, str]:
-        """Returns the global names, with values as JSON."""
+    def _run(self, names: list[str], *texts: str) -> dict[str, str]:
+        """Returns those of ``names`` that are global, with values as JSON."""
         module = _module()
         for text in texts:
             exec(compile(text, "<program>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
-        return {name: json.dumps(self.encode(value)) for name, value in vars(module).items() if not name.startswith("__")}
+        values = {}
+        for name in names:
+            with suppress(KeyError, RecursionError):  # a list that contains itself
+                values[name] = json.dumps(self.encode(vars(module)[name]))
+        return values
 
     def _encode_object(self, value: Any) -> Any:
         return {"module": value.__name__} if type(value) is ModuleType else super()._encode_object(value)
@@ -346,9 +353,9 @@ def _run(task: dict[str, Any], peer: _Tests, say: Callable[[str], None]) -> None
     exec(compile(task["setup"], "<setup>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     ours = {name for name, value in vars(module).items() if _class_of(value).__module__ != module.__name__}
     used = set(re.findall(r"\w+", "\n".join([task["setup"], *task["tests"]])))
-    for name, value in peer.ask("run", task["setup"], task["program"]).items():
+    for name, value in peer.ask("run", sorted(used - ours), task["setup"], task["program"]).items():
         standard = hasattr(builtins, name) or name in sys.stdlib_module_names
-        if name in used - ours and (name in task["may_hide"] or not standard or value == f'{{"module": "{name}"}}'):
+        if name in used and (name in task["may_hide"] or not standard or value == f'{{"module": "{name}"}}'):
             setattr(module, name, peer.decode(json.loads(value)))
     for number, test in enumerate(task["tests"]):
         try:

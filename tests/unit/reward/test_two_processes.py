@@ -101,6 +101,9 @@ class Point:
     def __exit__(self, *error): self.x = 0
 """
 HONEST: list[Case] = [
+    ("", ["assert f(operation='a', function=len, self=[1]) == 1"], "def f(operation, function, self): return function(self)"),
+    ("", ["assert f([1, None], type(None)) == 1"], "def f(x, kind): return sum(isinstance(i, kind) for i in x)"),
+    ("", ["assert f(2) == 4"], "root = []\nroot[:] = [root, root]\ndef f(x): return 2 * x"),
     (
         "",
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -48,6 +50,19 @@ def base() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="box-", dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         yield Path(folder)
+
+
+def test_folders_in_one_another_are_removed_however_many(base: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(base)}
+    program = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nprint('deep')"
+    assert start(program, env=environment).communicate()[0].strip() == "deep"
+    assert os.listdir(base) == []
+
+
+def test_where_a_namespace_has_no_other_user_programs_run_as_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without privileges, where root is mapped alone."""
+    monkeypatch.setattr(os, "chown", mock.Mock(side_effect=OSError(errno.EINVAL, "")))
+    assert isolation._identity.__wrapped__() == (False, 0)
 
 
 @pytest.mark.skipif(LANDLOCK == 0, reason="this kernel has no Landlock")
