@@ -82,7 +82,7 @@ class StopSignals:
             signal.SIGHUP: (math.inf, ""),  # a closed terminal kills nobody
         }
         self._deadline, self._limited_by = math.inf, signal.SIGTERM
-        self._raises = True
+        self._raises, self._has_handled = True, False
         self._wakes: socket.socket | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._wakes_before = -1
@@ -153,7 +153,7 @@ class StopSignals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        again = self.requested is not None
+        again, self._has_handled = self._has_handled, True  # not what the thread has noted, which may be this very signal
         self._note(number)
         if again and number == signal.SIGINT and not self._ends:
             raise KeyboardInterrupt

@@ -222,6 +222,17 @@ def test_a_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
     wait_until(lambda: not set(threading.enumerate()) - threads, TIMEOUT_S, "the end of the thread")
 
 
+def test_the_first_ctrl_c_is_not_the_second_if_another_thread_takes_it() -> None:
+    with StopSignals(ends=False).borrowed() as signals:
+        signals.defer()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        os.kill(os.getpid(), signal.SIGINT)  # its handler runs here nevertheless
+        wait_until(lambda: signals.requested is not None, TIMEOUT_S, "the signal")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_in_another_thread_no_signal_is_touched() -> None:
     def handlers() -> list[Any]:
         return [signal.getsignal(number) for number in STOP_SIGNALS]
