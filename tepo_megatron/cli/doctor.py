@@ -218,7 +218,8 @@ def _verifier(config: RunConfig) -> Finding:
         problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
         with closing(VerifierTask(config.reward, config.data)) as task:
             task.rehearse(problems)
-            advice = _misjudged(config, task, problems) if config.data.heldout is not None else ""
+            evaluated = config.data.heldout is not None and config.evaluate.every
+            advice = _misjudged(config, task, problems) if evaluated else ""
     except (ValueError, RuntimeError) as error:
         return Finding("fail", config.reward.verifier, str(error))
     names = dict.fromkeys(source.verifier or config.reward.verifier for source in sources)

@@ -289,7 +289,9 @@ class EvaluateConfig(Section):
     """Least reward of a correct response; mean rewards (``heldout/…``) ignore it."""
 
     correct: str | None = None
-    """The component that ``correct_at`` is for, instead of the reward. Required if the verifier returns components."""
+    """The component that ``correct_at`` is for, instead of the reward; ``right,ok`` where verifiers differ. Required if the
+    verifier returns components.
+    """
 
     show: NonNegativeInt = 32
     """First problems written to ``samples.jsonl``."""

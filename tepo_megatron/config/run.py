@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
@@ -102,6 +102,12 @@ class RunConfig(Section):
             raise ValueError(f"a run cannot write to the system's own /{parts[1]}; name a folder on a disk")
         return output
 
+    @model_validator(mode="after")
+    def _has_the_metrics(self, info: ValidationInfo) -> Self:
+        for fault in _metric_faults(self) if (info.context or {}).get("trains", True) else ():
+            raise ValueError(fault)
+        return self
+
     def _faults(self) -> Iterator[str]:
         yield from _engine_faults(self)
         yield from _optimizer_faults(self)
@@ -193,6 +199,11 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
         )
     if run.rollout.samples_per_prompt == 1:
         yield "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt; set 2 or more, 8 is usual"
+    if log.token_samples and log.token_samples_every > run.train.steps:
+        yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
+
+
+def _metric_faults(run: RunConfig) -> Iterator[str]:
     if run.train.keep_best is not None:
         yield from metric_faults(run, "train.keep_best.metric", run.train.keep_best.metric)
     if run.train.rollback is not None:
@@ -201,8 +212,6 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
         name, kwargs = (callback, {}) if isinstance(callback, str) else (callback.callback, callback.kwargs)
         if name == "early_stopping":
             yield from metric_faults(run, "the metric of early_stopping", str(kwargs.get("metric", "accuracy/greedy")))
-    if log.token_samples and log.token_samples_every > run.train.steps:
-        yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
 
 
 _METRICS = """
@@ -224,6 +233,19 @@ _TRAINING = {
     for head, slash, names in (item.partition("/") for item in _METRICS.split())
     for name in names.split("|")
 }
+_AFTER_UPDATES = (
+    "accuracy/",
+    "eval/",
+    "heldout/",
+    "idle/",
+    "log/",
+    "lost/",
+    "memory/",
+    "requests/",
+    "servers/",
+    "time/",
+    "tokens/s",
+)
 _NUMBERED = re.compile(r"source/.+/(reward|share)|groups/filtered/.+|clip/share_u\d+|moe/layer_\d+/.+|staleness/kl_\d+")
 
 
@@ -249,10 +271,14 @@ def metric_faults(run: RunConfig, field: str, metric: str) -> Iterator[str]:
     """Yields why no row of this run can have the metric, which ``field`` names."""
     names = run.reward.weights or ()
     verifiers = [run.reward.verifier, *(item.verifier or "" for item in run.data.train_sources)]
-    any_name = not names and (run.environment is not None or ":" in "".join(verifiers))  # its components are not known yet
+    # whose components are not known yet
+    others = run.environment is not None or ":" in "".join(verifiers) or run.rollout.collect is not None or run.rollout.replay
+    any_name = (not names and others) or any(source.verifier_weights for source in run.data.train_sources)
     if _NUMBERED.fullmatch(metric) or (any_name and re.fullmatch(r"reward/\w+", metric)):
         return
     known = _TRAINING | _evaluated(run) | {f"reward/{name}" for name in names}
+    if field == "train.rollback.metric":  # it is looked at before the step is evaluated and its row is whole
+        known = {name for name in known if not name.startswith(_AFTER_UPDATES)}
     evaluate, measured = run.evaluate, f"{field} = {metric} is measured"
     if metric.startswith("eval/"):
         name = metric.split("/")[1]

@@ -102,7 +102,9 @@ def _open_rank0(
     stack.callback(task.close)
     if config.rollout.replay is None:
         task.rehearse(inputs.train)
-    pools = stack.enter_context(verifier_pools(config, inputs.sets, task, inputs.heldout))
+    pools = stack.enter_context(
+        verifier_pools(config, inputs.sets, task, inputs.heldout if config.rollout.replay is None else ())
+    )
     output = Output(config, make_progress(config.log))
     stack.callback(output.close)
     stop_signals().say = callbacks.say = output.message

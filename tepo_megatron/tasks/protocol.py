@@ -16,6 +16,10 @@ from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 
+def decisive(names: str | None) -> list[str]:
+    return [] if names is None else [name.strip() for name in names.split(",")]
+
+
 @dataclass(frozen=True)
 class RewardResult:
     """``error``: why it could not be scored. ``parts``: the reward is their weighted sum. ``seconds``: of scoring it, or
@@ -31,8 +35,8 @@ class RewardResult:
         return replace(rollout, reward=self.reward, reward_parts=self.parts)
 
     def is_correct(self, correct_at: float, component: str | None = None) -> bool:
-        """``component`` decides instead of the sum, if there are components."""
-        value = self.reward if component is None else self.parts.get(component, self.reward)
+        """The first of ``component``'s names (``right,ok``) that the reward has decides; without components the reward."""
+        value = next((self.parts[name] for name in decisive(component) if name in self.parts), self.reward)
         return self.error is None and value is not None and value >= correct_at
 
 

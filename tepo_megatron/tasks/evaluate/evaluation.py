@@ -18,7 +18,7 @@ from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.answers import Notion, Scored, Scorer, Tally, tally_answers
 from tepo_megatron.tasks.evaluate.estimators import maj_at_k, pass_at_k
-from tepo_megatron.tasks.protocol import Generate, Task
+from tepo_megatron.tasks.protocol import Generate, Task, decisive
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
@@ -49,8 +49,11 @@ def verifier_pools(
 
 
 def check_component(field: str, name: str | None, components: Collection[str] | None) -> None:
-    """``components`` as of a task. Raises ValueError unless ``name`` is one of them, or None for a number."""
-    if components is None or (name in components if (names := ", ".join(components)) else name is None):
+    """``components`` as of a task. Raises ValueError unless one of ``name``'s is among them, or it is None for a number."""
+    if components is None:
+        return
+    names = ", ".join(components)
+    if any(item in components for item in decisive(name)) if names else name is None:
         return
     if not names:
         raise ValueError(f"{field} = {name}, but the verifier returns a number without components; leave {field} out")
@@ -330,9 +333,9 @@ def _score_groups(
     ]
     numbers = [number for number in range(len(of.problems)) for _ in range(n)]
     results = pool.score([(of.problems[number], text) for number, text in zip(numbers, texts, strict=True)], numbers)
-    rated = [result.parts for result in results if result.error is None and (result.parts or result.reward)]
-    for parts in [parts for parts in rated if parts] or rated[:1]:  # an episode without a rating has 0 and no components
-        check_component(of.correct_field, of.correct, parts)
+    for result in results:
+        if result.error is None and result.parts:  # a number, as of another verifier, and an episode without a rating have none
+            check_component(of.correct_field, of.correct, result.parts)
     scored = [
         Scored(text, len(response.response_ids), response.finish_reason, result, result.is_correct(of.correct_at, of.correct))
         for text, response, result in zip(texts, responses, results, strict=True)

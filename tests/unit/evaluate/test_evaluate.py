@@ -290,6 +290,7 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
         ("rihgt", None, r"evaluate\.correct = rihgt names no component .* returns right, form"),
         ("right", "right", r"evaluate\.sets\.own\.correct = right, but the verifier returns a number"),
         ("right", None, None),
+        ("ok, right", None, None),
     ]:
         sets = {"sums": {**own, "verifier": None, "majority": "verifier"}, "own": {**own, "correct": of_own}}
         evaluate = {"correct": correct, "problems": 2, "samples": 2, "sets": sets}

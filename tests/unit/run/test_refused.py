@@ -90,6 +90,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], r"evaluate\.every = 0 makes none"),
         (["train.save_every=1", "train.keep_best.metric=avg@4"], r"no metric of this run; did you mean accuracy/avg@4\?"),
         ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=los"], r"rollback\.metric = los is no .* mean loss\?"),
+        ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=time/step"], r"metric = time/step is no metric"),
         (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], r"did you mean accuracy/avg@4\?"),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
