@@ -3,7 +3,7 @@
 #
 #   bash scripts/gpu_check.sh                          with .venv-gpu if it is there, else with python3
 #   bash scripts/gpu_check.sh --wheels FOLDER          first makes .venv-gpu from a folder of wheels, without a network
-#   bash scripts/gpu_check.sh --only tests,kernels     what follows goes to: tepo bench gpu
+#   bash scripts/gpu_check.sh --only head,kernels      what follows goes to: tepo bench gpu
 #
 # PYTHON=/path/to/python chooses the interpreter. Which wheels, and how Transformer Engine's are built: docs/reference/gpu.md.
 # Status: 0 all that ran passed, 1 a part failed, 3 no GPU. Parts whose packages are missing are reported as not run.

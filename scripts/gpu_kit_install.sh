@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a bare GPU machine ready from gpu-kit/ (scripts/gpu_kit.sh), without a network. To be sourced in the checkout:
 #
-#   . scripts/gpu_kit_install.sh && bash scripts/gpu_check.sh --only tests,kernels
+#   . scripts/gpu_kit_install.sh && bash scripts/gpu_check.sh --only "tests triton,kernels"
 #
 # It fills a folder outside the checkout, /tmp/tepo-kit or $TEPO_KIT_SITE, once, and sets PYTHONPATH. Nothing of the machine changes.
 _tepo_kit() {

@@ -22,7 +22,9 @@ def main() -> None:
     arguments = parser.parse_args()
     took: defaultdict[tuple[str, str], float] = defaultdict(float)
     for case in ET.parse(arguments.report).iter("testcase"):  # noqa: S314 # our own file
-        took[case.attrib["file"], case.attrib["name"].partition("[")[0]] += float(case.attrib["time"])
+        file, name = case.attrib["file"], case.attrib["name"].partition("[")[0]
+        classes = case.attrib["classname"].removeprefix(file.removesuffix(".py").replace("/", ".")).split(".")[1:]
+        took[file, "::".join([*classes, name])] += float(case.attrib["time"])
     slow = {f"--deselect={file}::{name}" for (file, name), seconds in took.items() if seconds > arguments.limit}
     left = {file for file, name in took if f"--deselect={file}::{name}" not in slow}
     slow |= {f"--ignore={file}" for file, _ in took if file not in left}

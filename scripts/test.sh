@@ -23,8 +23,9 @@ if [[ ${1:-} == --fast ]]; then
   fast=(tests/unit -m "not slow and not learns and not long" --hypothesis-profile fast)
   if [[ ${2:-} == --time ]]; then # what is quick: one after the other, and then the list
     report=$(mktemp)
-    .venv/bin/python -m pytest "${fast[@]}" --junitxml="$report" -o junit_family=xunit1 && .venv/bin/python scripts/slow_tests.py "$report"
-    rm "$report"
+    trap 'rm -f "$report"' EXIT
+    .venv/bin/python -m pytest "${fast[@]}" --junitxml="$report" -o junit_family=xunit1
+    .venv/bin/python scripts/slow_tests.py "$report"
     exit
   fi
   # each worker imports all that tests import, for ten seconds of a core: no more of them than cores

@@ -53,7 +53,7 @@ def _unset(config: RunConfig) -> Iterator[str]:
             yield "cluster.container, or cluster.python: whatever 'python' is on the nodes"
     paths = [("model.path", config.model.path), *(("data.train", source.path) for source in data.train_sources)]
     for name, path in [*paths, *(("data.heldout", source.path) for source in data.heldout_sources)]:
-        if not path.startswith(BUILTIN) and not Path(path).expanduser().exists():
+        if cluster.ssh is None and not path.startswith(BUILTIN) and not Path(path).expanduser().exists():
             yield f"{name}: {path} is not on this machine; every node must see it"
 
 

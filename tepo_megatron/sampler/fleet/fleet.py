@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Any, TypeVar
 
@@ -36,9 +35,7 @@ class Fleet(ServerPool, Sampler):
         return [server.url for server in self._servers if server.port]
 
     def describe(self) -> list[str]:
-        with suppress(RuntimeError):  # the next request says why
-            return [f"{client.url}: {client.facts}" for client in self._clients]
-        return self.addresses
+        return [": ".join(filter(None, (client.url, client.facts))) for client in self._clients]
 
     def start(self) -> None:
         try:

@@ -116,12 +116,13 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 def check(
     parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None], *, resume: bool = False
 ) -> tuple[Report, bool]:
-    """Writes after each part. False if a part failed. ``resume``: what passed in the newest report is taken from there."""
+    """Writes after each part. False if a part failed. ``resume``: what passed in an earlier report is taken from there."""
     started, outcomes = datetime.datetime.now(datetime.UTC), list[dict[str, Any]]()
-    before = sorted((output / gpu.folder).glob("*.json"))[-1:] if resume else []
-    passed = {
-        part["name"]: part for path in before for part in json.loads(path.read_text())["parts"] if part["state"] == "passed"
+    before = sorted((output / gpu.folder).glob("*.json")) if resume else []
+    ran = {
+        part["name"]: part for path in before for part in json.loads(path.read_text())["parts"] if part["state"] != "not run"
     }
+    passed = {name: part for name, part in ran.items() if part["state"] == "passed"}
     for part in parts:
         outcomes.append(passed.get(part.name) or part.run(gpu, say))
         _report(outcomes, gpu, started).write(output)

@@ -100,6 +100,7 @@ def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path) 
     never, said = part("json.tool", "/nonexistent"), list[str]()
     _report, passed = check([never, replace(fails, command=("base64", "-t"))], H200, tmp_path, said.append, resume=True)
     assert passed
+    assert check([never], H200, tmp_path, print, resume=True)[1]  # from an older report
     assert [line.partition(":")[0] for line in said] == ["other", "other"]
     assert not check([never], H200, tmp_path, print)[1]
 

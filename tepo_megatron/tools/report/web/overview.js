@@ -101,8 +101,9 @@ function legend(changed) {
 
 const last = (run, name) => {
   const metrics = Object.keys(run.columns).filter((metric) => isCalled(name, metric));
-  const values = metrics.flatMap((metric) => run.columns[metric].filter((value) => value !== null));
-  return values.length ? values[values.length - 1] : null;
+  const ends = metrics.map((metric) => run.columns[metric].findLastIndex((value) => value !== null));
+  const end = Math.max(-1, ...ends);
+  return end < 0 ? null : run.columns[metrics[ends.indexOf(end)]][end];
 };
 const best = (run, metric) => {
   const values = (run.columns[metric] ?? []).filter((value) => value !== null);
