@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 45_880,
-    "tests, lines": 38_650,
-    "docs and docstrings, words": 106_300,
-    "public classes and functions": 778,
+    "package, lines": 45_945,
+    "tests, lines": 38_690,
+    "docs and docstrings, words": 106_460,
+    "public classes and functions": 780,
     "modules": 254,
     "modules below 60 lines": 40,
     "largest folder, files": 18,

@@ -144,7 +144,7 @@ def folder_name() -> str:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Removes it at any depth, as far as this user may; a model's program may make thousands of folders in one another."""
+    """Removes a folder of any depth: a model's program may make thousands in one another."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
