@@ -54,7 +54,7 @@ TOKENS = ["log.token_samples=8", f"log.token_samples_every={HALF}"]
 """All of a step's groups."""
 
 NAMED = set(re.findall(r"`([a-z][\w/@]*)`", (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()))
-EXPLAINED = [re.compile(re.escape(key).replace("NAME", r"[\w/@]+")) for key in NAMED]
+EXPLAINED = [re.compile(re.escape(key).replace("NAME", r"[\w/@]+").replace("@k", r"@\d+")) for key in NAMED]
 CANARY = "canary/max_logprob_gap"
 CACHE_CANARY = "canary/cache_gap"
 
