@@ -24,6 +24,6 @@ def without_sleep_mode(server: Server, *, on_gpu: bool) -> list[str]:
 
 
 if __name__ == "__main__":
-    Placement.check = lambda *_: None  # type: ignore[method-assign] # it refuses them on a CPU
+    Placement._check_colocated = lambda *_: None  # type: ignore[method-assign] # it refuses them on a CPU
     Server.command = without_sleep_mode  # type: ignore[method-assign,assignment]
     sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train_model))
