@@ -352,10 +352,10 @@ def _run(task: dict[str, Any], peer: _Tests, say: Callable[[str], None]) -> None
     module = _module()
     exec(compile(task["setup"], "<setup>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     ours = {name for name, value in vars(module).items() if _class_of(value).__module__ != module.__name__}
-    used = set(re.findall(r"\w+", "\n".join([task["setup"], *task["tests"]])))
-    for name, value in peer.ask("run", sorted(used - ours), task["setup"], task["program"]).items():
+    wanted = set(re.findall(r"\w+", "\n".join([task["setup"], *task["tests"]]))) - ours
+    for name, value in peer.ask("run", sorted(wanted), task["setup"], task["program"]).items():
         standard = hasattr(builtins, name) or name in sys.stdlib_module_names
-        if name in used and (name in task["may_hide"] or not standard or value == f'{{"module": "{name}"}}'):
+        if name in wanted and (name in task["may_hide"] or not standard or value == f'{{"module": "{name}"}}'):
             setattr(module, name, peer.decode(json.loads(value)))
     for number, test in enumerate(task["tests"]):
         try:

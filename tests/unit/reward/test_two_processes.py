@@ -189,6 +189,13 @@ import gc, json, sys
 peer = [o for o in gc.get_objects() if type(o).__name__ == '_Program'][0]
 """
 ATTACKS: dict[str, Case] = {
+    "names that nobody asked for": (
+        "def near(a, b): return abs(a - b) < 1",
+        ["assert near(f(1), 3)"],
+        f"{HOST}\nsend = peer._send\ndef more(message):\n  if message[0] == 'result' and isinstance(message[1], dict):\n"
+        "    message[1]['dict'] = [*message[1].get('dict', []), ['near', json.dumps(peer.encode(lambda *a: True))]]\n"
+        "  send(message)\npeer._send = more\ndef f(x): return 0",
+    ),
     "exec": ("", SQUARE, "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(x): return 0"),
     "compile": (
         "",
