@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.tools.bench.recipes import RecipeMeasurement
 from tepo_megatron.tools.bench.scores import ScoreMeasurement
 from tepo_megatron.tools.results import Report, Table
@@ -181,13 +182,13 @@ def _step_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder / "run" / "metrics.jsonl")
     expected = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
     return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in expected if name in rows[-1]}
 
 
 def _replay_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder / "run" / "metrics.jsonl")
     names = ("entropy/noise/p99", "entropy/delta_masked", "entropy/delta_unmasked", "mismatch/kl", "mask/fraction", "time/step")
     return {"steps": len(rows) - 1} | {name: [row[name] for row in rows[1:] if name in row] for name in names}
 
@@ -200,17 +201,14 @@ _PYTEST = ("pytest", "-m", "gpu", "-q")
 _BENCH = ("tepo_megatron", "bench")
 _TINY_ON_GPU = (
     *("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", "engine.platform=cuda", "engine.parallel.tp=1"),
-    *("engine.parallel.sequence_parallel=false", "model.dtype=bfloat16", "train.steps=3", "evaluate.every=0"),
-    "rollout.server.placement=colocated",
+    *("engine.parallel.sequence_parallel=false", "model.dtype=bfloat16", "evaluate.every=0"),
 )
 
 
 _RECORDED = Path("gpu-kit/rollouts")
 _REPLAY = (
-    *("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", "engine.platform=cuda", "engine.layers=local"),
-    *("engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "model.dtype=bfloat16", "optimizer.distributed=true"),
-    *("engine.noise_every=1", "train.save_every=1", "evaluate.every=0", f"rollout.replay={_RECORDED}"),
-    "rollout.replay_weights=any",
+    *(*_TINY_ON_GPU, "engine.layers=local", "optimizer.distributed=true", "engine.noise_every=1", "train.save_every=1"),
+    *(f"rollout.replay={_RECORDED}", "rollout.replay_weights=any"),
 )
 
 
@@ -226,7 +224,13 @@ def _steps(name: str, recipes: str, memory_gib: float, *settings: str) -> Part:
 
 
 def _three_steps(name: str, what: str, *settings: str) -> Part:
-    return Part(name, what, (*_TINY_ON_GPU, *settings), _run_figures, ("vllm", "transformer_engine"))
+    return Part(
+        name,
+        what,
+        (*_TINY_ON_GPU, "train.steps=3", "rollout.server.placement=colocated", *settings),
+        _run_figures,
+        ("vllm", "transformer_engine"),
+    )
 
 
 PARTS = (
