@@ -98,11 +98,8 @@ class _Saving:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
-            copies: HostCopies | None = None
-            self._boxes = []
-            for key, box in boxes:
-                copies = copies or HostCopies(box.device)
-                self._boxes.append((key, copies.copy(box)))
+            copies = HostCopies(torch.device("cuda")) if torch.cuda.is_available() else None
+            self._boxes = [(key, box if copies is None else copies.copy(box)) for key, box in boxes]  # on a CPU copies already
             self._thread = threading.Thread(target=self._write, name=f"write-checkpoint-{step}", daemon=True)
             self._thread.start()
         self._stage_s = time.monotonic() - began

@@ -70,16 +70,15 @@ class HostCopies:
         result = torch.empty(tensor.shape, dtype=tensor.dtype)
         size = self._chunks[0].numel()
         sources, targets = ([*flat.reshape(-1).view(torch.uint8).split(size)] for flat in (tensor, result))
-        arrived: list[Callable[[], None]] = []
+        arrived: list[torch.cuda.Event] = []
         for index in range(len(sources) + 1):
             if index < len(sources):
                 self._chunks[index % 2][: sources[index].numel()].copy_(sources[index], non_blocking=True)
-                event = torch.cuda.Event() if self._on_gpu else None
-                arrived.append(event.synchronize if event is not None else lambda: None)
-                if event is not None:
-                    event.record()
+                if self._on_gpu:
+                    arrived.append(torch.cuda.current_stream().record_event())
             if index:  # while the next chunk arrives
-                arrived[index - 1]()
+                if self._on_gpu:
+                    arrived[index - 1].synchronize()
                 targets[index - 1].copy_(self._chunks[(index - 1) % 2][: targets[index - 1].numel()])
         return result
 
