@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from tepo_megatron.runtime.isolation import PYTHON, confined
+from tepo_megatron.runtime.worker_child import time_limit
 
 _MOST_PRINTED = 4 * 2**20
 
@@ -96,7 +97,7 @@ class Sandbox:
     async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, kept: int) -> _Ran:
         head, tail, printed = b"", b"", 0
         try:
-            async with asyncio.timeout(self.seconds):
+            async with time_limit(self.seconds):
                 while piece := await stdout.read(1 << 14):
                     printed += len(piece)
                     head = (head + piece)[:kept]

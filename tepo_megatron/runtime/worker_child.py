@@ -21,12 +21,13 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, BinaryIO, Protocol
 
 from tepo_megatron.runtime.text import outlive_readers
@@ -40,6 +41,58 @@ OPEN_FILES = 256  # and sockets
 _MB = 10**6
 
 _STATM = "/proc/self/statm"
+
+_TICK_S, _GAP_S = 0.25, 1.0
+
+
+class _RunningClock:
+    def __init__(self) -> None:
+        self.pid, self._lock = os.getpid(), Lock()
+        self._time = self._last = time.monotonic()
+        Thread(target=self._tick, name="clock", daemon=True).start()
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(_TICK_S)
+            self.now()
+
+    def now(self) -> float:
+        with self._lock:
+            gap = time.monotonic() - self._last
+            self._last += gap
+            self._time += gap if gap < _GAP_S else _TICK_S
+            return self._time
+
+
+_clock: _RunningClock | None = None
+
+
+def running_time() -> float:
+    """As ``time.monotonic``, without time in which the process was stopped, as with its job (``scontrol suspend``)."""
+    global _clock
+    if _clock is None or _clock.pid != os.getpid():  # a fork has no thread
+        _clock = _RunningClock()
+    return _clock.now()
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """As ``asyncio.timeout``, of :func:`running_time`."""
+    loop, end = asyncio.get_running_loop(), running_time() + seconds
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds, lambda: check())
+
+        def check() -> None:
+            nonlocal timer
+            if (left := end - running_time()) > 0:
+                timer = loop.call_later(left, check)
+            else:
+                limit.reschedule(loop.time())
+
+        try:
+            yield limit
+        finally:
+            timer.cancel()
 
 
 class _Served(Protocol):
@@ -81,6 +134,7 @@ def _serve(make: Callable[[Mapping[str, Any]], _Served], what: str, open_files: 
     refusal = None if setup["network"] else leave_network()
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_NOFILE, open_files(setup))
+    running_time()  # starts its thread, which does not count to the memory limit
     inbox: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read_lines, args=(requests, inbox), daemon=True).start()
     sys.path[:] = setup["path"]

@@ -25,7 +25,7 @@ from typing import IO, Any, Generic, Literal, NoReturn, TypeVar
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.runtime.supervise import sweep
-from tepo_megatron.runtime.worker_child import WorkerLimits
+from tepo_megatron.runtime.worker_child import WorkerLimits, running_time
 
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -61,11 +61,11 @@ class WorkerProcess:
     def send(self, value: Any, timeout_s: float) -> None:
         """After ``timeout_s`` a part is written and no reply comes. Ignores an ended process."""
         remaining = memoryview(json.dumps(value).encode() + b"\n")
-        deadline = time.monotonic() + timeout_s
+        deadline = running_time() + timeout_s
         try:
             while remaining:
                 written = self._stdin.write(remaining)  # None if the pipe is full
-                if written is None and not select.select([], [self._stdin], [], max(0.0, deadline - time.monotonic()))[1]:
+                if written is None and not select.select([], [self._stdin], [], max(0.0, deadline - running_time()))[1]:
                     return
                 remaining = remaining[written or 0 :]
         except BrokenPipeError:
@@ -204,7 +204,7 @@ class Worker(Generic[C]):
     concurrent: bool = False
     pending: deque[C] = field(default_factory=deque)
     """They are sent when it reads."""
-    start_deadline: float = field(default_factory=lambda: time.monotonic() + _START_TIMEOUT_S)
+    start_deadline: float = field(default_factory=lambda: running_time() + _START_TIMEOUT_S)
 
     @property
     def running(self) -> list[C]:
@@ -212,7 +212,7 @@ class Worker(Generic[C]):
 
     @property
     def late(self) -> list[C]:
-        now = time.monotonic()
+        now = running_time()
         return [call for call in self.running if now >= call.deadline]
 
     @property
@@ -289,16 +289,16 @@ class WorkerPool(ABC, Generic[W, C]):
             worker.process.send([[call.number, *call.message] for call in calls], self._limits.timeout_s)
 
     def _deadline(self, worker: W) -> float:
-        return time.monotonic() + self._limits.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
+        return running_time() + self._limits.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
 
     def _wait(self, timeout_s: float) -> None:
         due = min((worker.deadline for worker in self._workers), default=float("inf"))
-        patience = max(0.0, min(timeout_s, due - time.monotonic())) if due < float("inf") else 0.0
+        patience = max(0.0, min(timeout_s, due - running_time())) if due < float("inf") else 0.0
         readable = {key.data for key, _ in self._selector.select(patience)}
         for worker in list(self._workers):
             if worker in readable:
                 self._take_replies(worker)
-            elif time.monotonic() >= worker.deadline:
+            elif running_time() >= worker.deadline:
                 why = f"it took longer than {_START_TIMEOUT_S:g} s"
                 if worker.ready:
                     why = self._limits.took_too_long(worker.late[0].method)

@@ -116,3 +116,14 @@ def files_of_at_most(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def suspend(pid: int, seconds: float, *, parent_first: bool = False) -> None:
+    """Stops the process and all below it, as ``scontrol suspend`` does with a job."""
+    processes = family(pid)
+    for process in processes:
+        process.suspend()
+    time.sleep(seconds)
+    for process in processes if parent_first else reversed(processes):
+        process.resume()
+        time.sleep(0.3 if parent_first else 0.0)

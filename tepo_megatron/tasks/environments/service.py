@@ -12,7 +12,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ import httpx
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.runtime.text import read_json
+from tepo_megatron.runtime.worker_child import running_time
 from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, Strangers, read_key
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 
@@ -54,7 +54,7 @@ def _shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None)
 class _Session:
     answers: SimpleQueue[EpisodeAnswer] = field(default_factory=SimpleQueue)
     numbers: dict[int, int] = field(default_factory=dict)
-    seen: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=running_time)
 
 
 class EnvironmentService:
@@ -130,7 +130,7 @@ class EnvironmentService:
             self._workers.end(number)
 
     def _end_forgotten(self) -> None:
-        now = time.monotonic()
+        now = running_time()
         for name, session in list(self._sessions.items()):
             if now - session.seen > _SESSION_TIMEOUT_S:
                 del self._sessions[name]
@@ -154,7 +154,7 @@ class EnvironmentService:
         session = self._sessions.get(name) if f"/{folder}" == _SESSIONS else None
         if session is None:
             return 404, {"error": "no such session"}
-        session.seen = time.monotonic()
+        session.seen = running_time()
         match method, what, body:
             case "DELETE", "", _:
                 session.seen = -_SESSION_TIMEOUT_S  # the serving thread ends it

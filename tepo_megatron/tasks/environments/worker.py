@@ -16,7 +16,7 @@ from typing import Any
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.text import echo, text_fault
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
-from tepo_megatron.runtime.worker_child import OPEN_FILES, WorkerLimits, place_of, serve
+from tepo_megatron.runtime.worker_child import OPEN_FILES, WorkerLimits, place_of, serve, time_limit
 from tepo_megatron.tasks.environments.agent_session import ChatRequest, EpisodeError
 from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS
 from tepo_megatron.tasks.environments.protocol import StepResult, awaited
@@ -83,7 +83,7 @@ class EpisodeTable:
         kind, *arguments = call
         method: Callable[..., Any] = self._make
         try:
-            async with asyncio.timeout(self._limits.timeout_s) as limit:
+            async with time_limit(self._limits.timeout_s) as limit:
                 if kind == "end":
                     method = getattr(self._episodes.pop(number, None), "close", lambda: None)
                     await awaited(method())

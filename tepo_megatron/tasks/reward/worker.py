@@ -6,7 +6,6 @@ null]`` or ``[null, error]``.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any, SupportsFloat
 
 from tepo_megatron.core.problem import Problem, ResponseText, is_reward, not_a_reward
-from tepo_megatron.runtime.worker_child import WorkerLimits, place_of, serve
+from tepo_megatron.runtime.worker_child import WorkerLimits, place_of, serve, time_limit
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 Value = float | dict[str, float]
@@ -42,7 +41,7 @@ class _Verifier:
         try:
             if not self.concurrent:
                 return self._check(score(), len(texts))
-            async with asyncio.timeout(self._limits.timeout_s) as limit:
+            async with time_limit(self._limits.timeout_s) as limit:
                 return self._check(await score(), len(texts))
         # SystemExit too: a verifier that calls sys.exit() must not end the worker.
         except BaseException as error:
