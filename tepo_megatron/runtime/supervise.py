@@ -27,6 +27,7 @@ from uuid import uuid4
 
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import PROC, Process, boot_id
+from tepo_megatron.runtime.text import echo
 
 _GRACE_S = 2.0  # between SIGTERM to the command and to its group
 
@@ -62,7 +63,7 @@ def _main(arguments: list[str]) -> int:
             child.wait(_GRACE_S)
         os.killpg(0, signal.SIGTERM)
     else:
-        print(f"supervisor: the server ended by itself with exit code {child.returncode}", file=sys.stderr, flush=True)  # noqa: T201
+        echo(f"supervisor: the server ended by itself with exit code {child.returncode}", err=True)
     started = time.monotonic()
     while (others := _others()) and (waited := time.monotonic() - started) < 2 * _REST_S:
         for pid in others if waited > _REST_S else ():

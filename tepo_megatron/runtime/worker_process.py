@@ -25,6 +25,7 @@ from typing import IO, Any, Generic, Literal, NoReturn, TypeVar
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.runtime.supervise import sweep
+from tepo_megatron.runtime.text import echo
 from tepo_megatron.runtime.worker_child import WorkerLimits, running_time
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -168,7 +169,7 @@ def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoRetur
         main()
         code = 0
     except BaseException:
-        traceback.print_exc()
+        echo(traceback.format_exc(), err=True)
     finally:
         with suppress(Exception):
             sys.stderr.flush()

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO, cast
 from tepo_megatron.run.loggers import Ending, without_secrets
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.preemption import PREEMPTED, STOP_SIGNALS
+from tepo_megatron.runtime.text import echo
 from tepo_megatron.runtime.worker_child import redirect_standard_streams
 
 _RETRY_S = (30.0, 3600.0)  # rows are dropped for so long after a failure: doubled up to the second value
@@ -258,7 +258,7 @@ class Session:
             work(self._open())
             self._retry_s = _RETRY_S[0]
         except Exception as error:  # clients raise whatever they like, and none of it may end the process
-            traceback.print_exc()
+            echo(traceback.format_exc(), err=True)
             self._is_open = False
             if may_try_again and not isinstance(error, TimeoutError):
                 self._attempt(work)
@@ -288,7 +288,7 @@ def _main() -> None:
         try:
             reply(message)
         except BrokenPipeError:
-            print(f"rank 0 is gone; not reported: {message}", file=sys.stderr)  # noqa: T201
+            echo(f"rank 0 is gone; not reported: {message}", err=True)
 
     inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
     Thread(target=_read, args=(requests, inbox), daemon=True).start()

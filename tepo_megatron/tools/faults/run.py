@@ -87,7 +87,7 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: _OutcomeLog, say
             try:
                 outcome = faults.inject(number, random.Random(f"{record.seed}/{faults.name}/{number}"))
             except Exception as error:  # any error counts as a lost fault; try the next one
-                traceback.print_exc()
+                echo(traceback.format_exc(), err=True)
                 said = f"the harness came to no end: {type(error).__name__}: {error}"
                 outcome = FaultOutcome(f"number {number}", "lost", said)
             record.add(faults.name, number, outcome)

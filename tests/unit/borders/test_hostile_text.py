@@ -4,10 +4,12 @@ sentence, and never rank 0; any string is printed and logged, and no text acts o
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import io
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -21,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+import tepo_megatron
 from tepo_megatron.cli.console import print_json, show_table
 from tepo_megatron.config import LogConfig, RunConfig
 from tepo_megatron.config.data import SourceConfig
@@ -287,6 +290,34 @@ def test_lines_errors_and_tables_pass(text: str, encoding: str) -> None:
         Terminal(width=40).print(table, text, markup=False)
     assert is_shown(out(), encoding)
     assert is_shown(err(), encoding)
+
+
+PRINTS = re.compile(
+    r"(print|(typer|click)\.(s?echo|prompt|confirm)|rich\.print|Console|sys\.(__)?std(out|err)(__)?(\.buffer)?\.write(lines)?"
+    r"|traceback\.print_\w+|faulthandler\.dump_\w+|os\.write)"
+)
+ELSEWHERE = {
+    "cli/after_run.py: sys.stdout.write('\\x1b[2J\\x1b[H')",
+    "cli/config.py: sys.stdout.write(dump_diff(config) if diff else dump_resolved(config))",  # YAML
+    "cli/new_run.py: typer.prompt(printable(question), default=default)",
+    "runtime/text.py: stream.write(printable(text, stream.encoding) + '\\n')",
+    "runtime/torchrun.py: sys.stdout.write('\\x1b[?25h')",
+    "tasks/reward/run_tests.py: os.write(replies, f'{key} {what}\\n'.encode())",
+    "weights/storage/stored.py: os.write(handle, data)",
+}
+"""They print escapes of their own, or to no terminal."""
+
+
+def test_no_module_prints_another_way() -> None:
+    package, calls = Path(tepo_megatron.__file__).parent, set[str]()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)):
+                files = [ast.unparse(word) for word in node.keywords if word.arg == "file"]
+                to_pipe = name == "print" and files and not re.search("std(out|err)", files[0])
+                if (PRINTS.fullmatch(name) and not to_pipe) or name == "stream.write":
+                    calls.add(f"{path.relative_to(package)}: {ast.unparse(node)}")
+    assert calls == ELSEWHERE
 
 
 @pytest.mark.parametrize("kind", ["plain", "live"])
