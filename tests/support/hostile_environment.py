@@ -52,6 +52,12 @@ class Hostile:
                 return ("1", 0.0, False)
             case "no number":
                 return StepResult(reward=float("nan"))
+            case "too much":
+                return StepResult(reward=1e39, done=True)
+            case "component":
+                return StepResult(reward={"right": 1e308}, done=True)
+            case "sum":
+                return StepResult("1", reward=9e14)
             case "odd":
                 return StepResult(reward=0.5, observation={"a": 1})  # type: ignore[arg-type]
             case "two kinds":

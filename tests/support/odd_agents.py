@@ -13,7 +13,7 @@ from tepo_megatron import Problem
 
 ANSWERS = {"returns nothing": None, "returns text": "0"}
 
-POSTS = {"posts": 0.25, "posts and says": 0.25, "posts text": "good", "posts nothing": None}
+POSTS = {"posts": 0.25, "posts and says": 0.25, "posts text": "good", "posts too much": 1e39, "posts nothing": None}
 
 
 def solve(problem: Problem, base_url: str, api_key: str) -> Any:

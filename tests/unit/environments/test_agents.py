@@ -56,6 +56,7 @@ FAILS = {
     "returns nothing": "the agent returned nothing, and no reward; return a number, send one to /v1/reward, or set",
     "returns text": "the agent returned text, and no reward",
     "posts text": "the environment returned str, not a number",
+    "posts too much": r"the environment returned 1e\+39, beyond ±1e\+15",
     "posts nothing": r"a reward is sent as {\"reward\": 1.0}, or with components by name",
 }
 """What an agent does → what is said of its episode."""

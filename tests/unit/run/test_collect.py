@@ -347,6 +347,8 @@ def spoiled(**changes: Any) -> Any:
         (spoiled(response_ids=[99], sampler_logprobs=[-1.0]), "token 99 is not one of"),
         (spoiled(versions=WeightsVersion(3)), "drawn by the weights of step 3, not of step 0"),
         (spoiled(prompt_ids=[1, 2]), "different prompts"),
+        (spoiled(reward=1e39), r"for problem 'p.*: the reward is 1e\+39, beyond ±1e\+15"),
+        (spoiled(reward=1.0, reward_parts={"a": 1e308}), r"the reward's component 'a' is 1e\+308, beyond ±1e\+15"),
         (lambda found: None, "returned no list of rollouts in step 1"),
         (lambda found: [each.text for each in found], "returned no list of rollouts in step 1"),
         (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_collect\.py:\d+\)"),
