@@ -403,6 +403,8 @@ def test_an_agent_is_served_beside_connections_without_a_key() -> None:
     async def scene(address: Any, client: httpx.AsyncClient) -> None:
         port = client.base_url.port
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        for _, writer in strangers[::2]:
+            writer.write(b"POST /v1/reward HTTP/1.1\r\nContent-Le")
         assert await strangers[0][0].read(1) == b""
         key = address.open(talk())
         assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200

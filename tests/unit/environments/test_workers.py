@@ -345,14 +345,29 @@ def test_the_key_comes_before_the_body_and_a_length_that_is_none_is_refused(
     play_an_episode(service, key_file)
 
 
-def test_connections_without_a_key_do_not_add_up(service: EnvironmentService, key_file: Path) -> None:
+@pytest.mark.parametrize("begun", [b"", b"POST /sess", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n1"])
+def test_connections_without_a_key_do_not_add_up(begun: bytes, service: EnvironmentService, key_file: Path) -> None:
     """The oldest ones are closed, each has a thread until then; a trainer that comes later is served."""
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(connect(service.url)) for _ in range(300)]
+        strangers = []
+        for _ in range(300):
+            strangers.append(stack.enter_context(connect(service.url)))
+            strangers[-1].sendall(begun)
         assert strangers[0].recv(1) == b""
         play_an_episode(service, key_file)
         assert threading.active_count() - before < 150
+
+
+@pytest.mark.parametrize("begun", [b"P", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n1"])
+def test_who_sends_a_byte_and_waits_is_hung_up_on(
+    begun: bytes, service: EnvironmentService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = service._http.RequestHandlerClass
+    monkeypatch.setattr(handler, "timeout", handler.timeout and handler.timeout / 50)
+    with connect(service.url) as client:
+        client.sendall(begun)
+        assert client.recv(1) == b""
 
 
 @pytest.fixture(scope="module")
