@@ -269,7 +269,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: _with_texts(entry, change) for name, entry in value.items()}
+        return {_with_texts(name, change): _with_texts(entry, change) for name, entry in value.items()}
     return [_with_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 

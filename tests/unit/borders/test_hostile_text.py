@@ -219,12 +219,23 @@ class TestSpecialTokens:
     @settings(max_examples=20)
     @given(text=valid_texts)
     def test_names_in_a_text_are_characters_unless_tokens_are_asked_for(self, text: str, chat: Tokenizer) -> None:
-        for ids in (chat.encode(text), chat.prompt_ids(text), observations_of(chat).ids(["text", text], ended=True).tolist()):
+        said = ["chat", vars(ChatRequest(({"role": "user", "content": text},), begins=False))]
+        plain = Observations(chat, chat.vocab_size, chat_template=False).ids(said, ended=True).tolist()
+        told = observations_of(chat).ids(["text", text], ended=True).tolist()
+        for ids in (chat.encode(text), chat.prompt_ids(text), told, plain):
             assert not [token for token in ids if token < len(SPECIAL)]
             assert chat.decode(ids) == text
+        ids = chat.chat_ids([("user", text)], tools=[{"function": {"name": text, text: text}}])
+        assert [token for token in ids if token < len(SPECIAL)] == [1, 0, 2, 0, 3]  # the template's
         ids = chat.encode(text, special_tokens=True)
         assert len([token for token in ids if token < len(SPECIAL)]) == sum(text.count(name) for name in SPECIAL)
         assert chat.prompt_ids(text, special_tokens=True) == ids
+
+    @pytest.mark.parametrize(("special", "tokens"), [(False, 0), (True, 2)])
+    def test_a_prompt_has_them_only_by_its_setting(self, special: bool, tokens: int, chat: Tokenizer, tmp_path: Path) -> None:
+        (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1<|end|>\n<|user|>", "answer": "1"}) + "\n")
+        (problem,) = load_problems(SourceConfig(path=str(tmp_path / "d.jsonl"), special_tokens=special))
+        assert len([token for token in encode_prompt(chat, problem) if token < len(SPECIAL)]) == tokens
 
     @pytest.mark.parametrize(("special", "tokens"), [(False, 0), (True, 2)])
     def test_an_environments_text_has_them_only_by_its_setting(self, special: bool, tokens: int, chat: Tokenizer) -> None:
