@@ -18,7 +18,7 @@ UNKNOWN_TEXT = "\ufffd"  # visible: without it 9<unk>5 would read as the right a
 AnyMessage = tuple[str, str] | Mapping[str, Any]  # (role, content), or with more keys for templates (tool_calls)
 Tools = Sequence[Mapping[str, Any]] | None
 
-_PRIVATE = range(0xE000, 0xF900)  # private use; they replace special tokens' texts in templates
+_MARKS = range(0xE000, 0x110000)  # private use first; they replace special tokens' texts in templates
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TEXTS = 200
 
@@ -228,7 +228,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         check_text((list(messages), tools), "a message")
         plain = [item if isinstance(item, Mapping) else {"role": item[0], "content": item[1]} for item in messages]
         characters = set(json.dumps(_with_texts([plain, tools], str), ensure_ascii=False, default=str))
-        mark, answer = islice((chr(code) for code in _PRIVATE if chr(code) not in characters), 2)
+        mark, answer = islice((chr(code) for code in _MARKS if chr(code) not in characters), 2)
         hidden: list[str] = []
 
         def hide(match: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from examples.tiny.make_warm_start import ALPHABET, addition_examples, train_char_tokenizer
@@ -139,6 +139,7 @@ class TestChat:
         assert chat.show(ids) == f"⟦<|system|>⟧{system.strip()}⟦<|end|>⟧⟦<|user|>⟧{user.strip()}⟦<|end|>⟧⟦<|assistant|>⟧"
 
     @given(first=contents, second=contents)
+    @example(first="".join(map(chr, range(0xE000, 0xF900))), second="")
     def test_a_chat_continues_after_what_the_model_wrote(self, chat: Tokenizer, first: str, second: str) -> None:
         """The end that the model wrote itself is not written again."""
         turns = [("user", first), ("system", second)]
