@@ -90,6 +90,8 @@ def _prune_command(
     """
     with user_errors():
         parent = _parent(folder)
+        if parent != folder and parent.is_symlink():
+            raise ValueError(f"{parent} is a link; give {parent.resolve()} itself if its checkpoints may be deleted")
         whole: dict[int, Path] = {}
         damaged: list[str] = []
         for path in reversed(checkpoints(parent)):
@@ -105,7 +107,7 @@ def _prune_command(
         freed, failed = 0, []
         for path in doomed:
             size = _bytes_below(path)
-            failure = None if dry_run else remove(path)
+            failure = None if dry_run and not path.is_symlink() else remove(path)
             if failure is None:
                 freed += size
                 echo(f"{'would delete' if dry_run else 'deleted'} {path} ({_size(size)})")
@@ -150,7 +152,7 @@ def _bytes_below(path: Path) -> int:
 
 
 def _changed(path: Path) -> float:
-    return max(item.stat().st_mtime for item in [path, *path.rglob("*")])
+    return max(item.lstat().st_mtime for item in [path, *path.rglob("*")])
 
 
 def _age(path: Path) -> str:

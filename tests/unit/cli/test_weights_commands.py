@@ -118,6 +118,26 @@ def test_verify_names_damage_and_prune_counts_no_damaged_one_nor_what_a_run_may_
     assert "a run may be writing it" in said
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_prune_follows_no_link(options: list[str], out: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    whole, parent = make_whole(elsewhere, 1), out / "checkpoints"
+    (parent / whole.name).symlink_to(whole)
+    (parent / "step_000003.partial").symlink_to(elsewhere / "nowhere")
+    (parent / "step_000008.partial" / "link").symlink_to(elsewhere / "nowhere")
+    os.utime(parent / "step_000003.partial", (1, 1), follow_symlinks=False)
+    said = run("prune", out, "--keep", "3", *options, code=1)
+    for name in (whole.name, "step_000003.partial"):
+        assert f"{name} is a link to {(parent / name).readlink()} and stays; remove it by hand" in said
+    assert {"manifest.json", "state.json", "shards"} <= {path.name for path in whole.iterdir()}
+    parent.rename(elsewhere / "checkpoints")
+    parent.symlink_to(elsewhere / "checkpoints")
+    before = names(out)
+    said = run("prune", out, "--keep", "1", *options, code=1)
+    assert said == f"error: {parent} is a link; give {elsewhere}/checkpoints itself if its checkpoints may be deleted"
+    assert names(out) == before
+
+
 @pytest.mark.parametrize("command", ["list", "verify", "prune"])
 def test_a_wrong_folder_is_a_sentence(command: str, tmp_path: Path) -> None:
     said = run(command, tmp_path / "nowhere", code=1)
