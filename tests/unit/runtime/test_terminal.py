@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +134,18 @@ def test_work_is_done_whatever_becomes_of_its_output(tmp_path: Path, ending: str
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "done").read_text() == "the work"  # and no line of another process
+
+
+@pytest.mark.parametrize("ending", ['"$@" >&-', '"$@" 2>&-', '"$@" | head -1', '"$@" | true'])
+@pytest.mark.parametrize("command", ["samples", "report"])
+def test_commands_that_nobody_reads_have_no_traceback(tmp_path: Path, command: str, ending: str) -> None:
+    sample = {"problem": "p", "prompt": "q" * 200, "answer": "a", "greedy": {"response": "r", "reward": 1.0, "tokens": 3}}
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": 1, **sample}) + "\n" for _ in range(2000)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+    words = ["bash", "-c", ending, "bash", sys.executable, "-m", "tepo_megatron", command, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.stderr == ""
+    assert command != "report" or (tmp_path / "report.html").exists()
 
 
 def test_work_is_done_when_its_terminal_goes_away(tmp_path: Path) -> None:
