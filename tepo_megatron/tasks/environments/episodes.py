@@ -21,6 +21,7 @@ from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer
+from tepo_megatron.tasks.reward.worker import check_value
 
 _POLL_INTERVAL_S = 1.0
 
@@ -165,7 +166,10 @@ class EpisodeStream:
                 raise ValueError(result.error)
             answer = result.answer
             episode.tool_errors += answer["tool_error"]
-            episode.reward = _add_rewards(episode.reward, answer["reward"])
+            reward, fault = check_value(answer["reward"], what="environment")  # a server may send anything
+            if reward is None:
+                raise ValueError(fault)
+            episode.reward = _add_rewards(episode.reward, reward)
             if answer["done"] and episode.drawn is not None:
                 self._finish(result.episode, episode.drawn.finish_reason)
             elif episode.turns >= self.config.max_turns:

@@ -32,6 +32,7 @@ from tepo_megatron.tasks.environments.agent_session import (
 from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tepo_megatron.tasks.reward.worker import check_value
 from tests.support.chat_tokenizer import TOOLS_TEMPLATE, write_chat_tokenizer
 from tests.support.episodes import END, VOCABULARY, Letters, Played, play, turn_of
 
@@ -162,15 +163,21 @@ components = st.dictionaries(st.sampled_from("abc"), numbers, min_size=1)
 @example([0.0, {"a": 1.0}, {"a": 2.0, "b": 1.0}, 0.0])
 @example([0.0, {"a": 0.0}])
 @example([{"a": 1.0}, 1.0])
+@example([0.5, 10**400])
+@example([{"a": 1.0}, {"a": "1"}])
+@example(["1"])
 @given(st.lists(numbers, min_size=1, max_size=5) | st.lists(numbers | components, min_size=1, max_size=5))
 def test_rewards_of_turns_are_added_numbers_or_components(turns: list[Any]) -> None:
-    """0 adds to both."""
+    """0 adds to both. What a server sends that is no reward fails the episode."""
     problem = Problem("p", "", "", {"first": None, "script": [("b", reward, False) for reward in turns]})
     played = Played(lambda: Scripted({}), random.Random(0), OBSERVATIONS, lambda _: problem, {"max_turns": 9}, max_length=500)
     with played.stream as stream:
         stream.submit(0, PROMPT, 5, 1)
         play(stream)
     ((end, _),) = played.ended
+    if any(check_value(reward)[0] is None for reward in turns):
+        assert "the environment returned " in str(end.error)
+        return
     paid = [reward for reward in turns if reward != 0.0]
     if len({type(reward) for reward in paid}) == 2:
         assert "a number as the reward of one turn, and components as that of another" in str(end.error)
