@@ -363,7 +363,7 @@ def test_connections_without_a_key_do_not_add_up(begun: bytes, service: Environm
 def test_who_sends_a_byte_and_waits_is_hung_up_on(
     begun: bytes, service: EnvironmentService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handler = service._http.RequestHandlerClass
+    handler: Any = service._http.RequestHandlerClass
     monkeypatch.setattr(handler, "timeout", handler.timeout and handler.timeout / 50)
     with connect(service.url) as client:
         client.sendall(begun)
