@@ -9,6 +9,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+import torch
+
 import tepo_megatron
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.core.rollout import Rollout
@@ -73,6 +75,7 @@ class Sampler:
 def main(overrides: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of what is missing on a CPU
     config = tepo_megatron.load_run("examples/own_loop/run.yaml", overrides)
+    config = config.with_dtype(config.dtype(torch.cuda.device_count()))
     model = resolve_model_path(config.model.path)
     servers = Fleet(
         config.rollout.server,

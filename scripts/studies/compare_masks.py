@@ -147,6 +147,7 @@ def _main() -> None:
     changes = [f"engine.parallel.{name}={value}" for name, value in layout.items()]
     changes += [f"model.dtype={args.dtype}"] if args.dtype else []
     config = load_run(args.run / "resolved.yaml", changes)
+    config = config.with_dtype(config.dtype(torch.cuda.device_count()))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     by_update = [_join(steps) for steps in _replay(config, args.run / "rollouts", args.steps)]
     later = _join(by_update[1:] or by_update)

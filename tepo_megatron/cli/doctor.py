@@ -87,8 +87,11 @@ _BYTES_PER_CHECKPOINT_BYTE = 8
 def run_checks(config: RunConfig) -> dict[str, Check]:
     """Returns checks by name, not yet called."""
     from tepo_megatron.run.checks import MODEL, RUN_CHECKS, RunSubject
+    from tepo_megatron.run.output.resume import resolve_dtype
     from tepo_megatron.runtime.machine import this_machine
 
+    here = this_machine()
+    config = resolve_dtype(config, here.gpus)
     checks = {"output": Check(partial(_output_disk, config))}
     server = config.rollout.server
     if server.placement == "external":
@@ -100,7 +103,7 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
             checks["servers"] = Check(partial(Finding, "missing", detail, advice))
     elif server.port:
         checks["server port"] = Check(partial(_server_port, config), needed=False)
-    ranks, here = config.engine.parallel.world_size, this_machine()
+    ranks = config.engine.parallel.world_size
     run = RunSubject(config, replace(here, local_ranks=min(ranks, here.gpus or ranks), ranks=ranks))
     try:
         has_model = bool(run.spec)

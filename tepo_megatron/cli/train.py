@@ -71,11 +71,14 @@ def _serve(
     with user_errors(), stopped_together():
         config = load_config(run, overrides or ())
         StopSignals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)).install()
+        from tepo_megatron.run.output.resume import resolve_dtype
+        from tepo_megatron.runtime.machine import this_machine
         from tepo_megatron.sampler.fleet.external import serve_node
         from tepo_megatron.sampler.vllm.resources import check_server_split
         from tepo_megatron.tasks.data.builtin import resolve_model_path
         from tepo_megatron.weights.architecture import read_model_spec
 
+        config = resolve_dtype(config, this_machine().gpus)
         model_dir = resolve_model_path(config.model.path)
         check_server_split(config.rollout.server, read_model_spec(model_dir))
         serve_node(config, model_dir=model_dir, node=node, nodes=nodes)

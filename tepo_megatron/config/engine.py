@@ -278,8 +278,8 @@ class ModelConfig(Section):
     shards: Path | None = None
     """``tepo import`` writes this folder from ``path``."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Trainer's dtype; servers' default."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Trainer's dtype; servers' default. ``auto``: bfloat16 on GPUs, float32 on a CPU; a resumed run keeps its checkpoint's."""
 
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""

@@ -56,6 +56,20 @@ class RunConfig(Section):
         lora = self.model.lora
         return lora.rank if lora is not None and lora.serve == "adapter" and self.rollout.replay is None else None
 
+    def dtype(self, gpus: int = 1) -> str:
+        """``model.dtype``; ``auto`` by the machine's GPUs, which a plan assumes."""
+        automatic = "bfloat16" if gpus and self.engine.platform != "cpu" else "float32"
+        return automatic if self.model.dtype == "auto" else self.model.dtype
+
+    def with_dtype(self, dtype: str) -> Self:
+        """Raises ValueError if other fields need another one."""
+        if dtype == self.model.dtype:
+            return self
+        changed = self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
+        for fault in changed._faults():
+            raise ValueError(fault)
+        return changed
+
     @property
     def fewest_sequences(self) -> int:
         """A group of micro-batches per data-parallel rank, for all mini-batches."""
@@ -135,7 +149,7 @@ def _colocated(run: RunConfig) -> bool:
 
 
 def _engine_faults(run: RunConfig) -> Iterator[str]:
-    parallel, fp8, dtype = run.engine.parallel, run.engine.fp8, run.model.dtype
+    parallel, fp8, dtype = run.engine.parallel, run.engine.fp8, run.dtype()
     if run.engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
         yield "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is; leave one out"
     sequences = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
@@ -160,7 +174,7 @@ _STAY_ON_GPU = "cannot leave the GPU for the servers' turn"
 
 
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:
-    optimizer, engine, dtype = run.optimizer, run.engine, run.model.dtype
+    optimizer, engine, dtype = run.optimizer, run.engine, run.dtype()
     name = "offload_fraction" if optimizer.offload_fraction else next(iter(optimizer.reduced_fields), "")
     if optimizer.own_masters and engine.fp8.params:
         yield f"optimizer.{name} with engine.fp8.params = true, which needs masters outside of Adam; leave one of them out"
@@ -365,7 +379,7 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
             f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} lets "
             f"older weights draw the rollouts, which preset {run.objective.preset} does not correct; {remedy}"
         )
-    dtype, bfloat16 = server.served_dtype(run.model.dtype), "set rollout.server.dtype = bfloat16"
+    dtype, bfloat16 = server.served_dtype(run.dtype()), "set rollout.server.dtype = bfloat16"
     if server.head_dtype == dtype:
         head = f"rollout.server.head_dtype = {server.head_dtype}"
         yield f"{head} does nothing for servers in {dtype}; leave it out, or {bfloat16}"

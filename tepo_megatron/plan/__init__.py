@@ -233,7 +233,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         )
     if plan.spec.experts:
         yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
-    if config.model.dtype == "float32" and on_gpu(config):
+    if config.dtype() == "float32" and on_gpu(config):
         yield "model.dtype = float32 computes at a fifteenth of cluster.gpu_tflops; bfloat16 at all of it"
     yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s in bf16, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
     yield (
@@ -396,7 +396,7 @@ def _optimizer_knobs(config: RunConfig) -> Iterator[_Knob]:
     shared: _Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
     settings = [shared] if shared else []
     if not optimizer.own_masters and not config.engine.fp8.params:
-        if config.model.dtype == "bfloat16" and config.engine.platform != "cpu":
+        if config.dtype() == "bfloat16" and config.engine.platform != "cpu":
             reduced = {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
             settings.append({**shared, **{f"optimizer.{name}": value for name, value in reduced.items()}})
         settings.append({**shared, "optimizer.offload_fraction": 1.0})

@@ -92,7 +92,7 @@ class TrainingRanks:
         self.split = ModelSplit(spec, config.engine.parallel)
         self.has_te = on_gpu(config) and config.engine.layers != "local"
         self._kind = "cuda" if on_gpu(config) else "cpu"
-        self._parallel, self._element = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+        self._parallel, self._element = config.engine.parallel, ELEMENT_BYTES[config.dtype()]
         self._sequence_split = self._parallel.tp if self._parallel.sequence_parallel else 1
         self._norm_copies = 2 if self.has_te else 3  # input and output, with torch also the normalised input
         self._chosen_mlps = spec.experts.per_token if spec.experts else 1
@@ -257,7 +257,7 @@ class TrainingRanks:
             return 0, layer
         row, weight = b * self.split.vocabulary / hidden, 0 if lora else b * self.split.vocabulary
         if self.config.engine.head == "fused":
-            row = row if self.config.model.dtype == "float32" else 3 * row  # logits in fp32, their gradient in bf16
+            row = row if self.config.dtype() == "float32" else 3 * row  # logits in fp32, their gradient in bf16
             logits = min(tokens, max(16, FUSED_HEAD_CHUNK[self._kind] // row)) * row
             # the scored tokens' inputs and their gradients; the weight's gradient has a placeholder that a CPU never touches
             at_head = 2 * gathered + (weight if self._kind == "cuda" else 0)
@@ -272,7 +272,7 @@ class TrainingRanks:
     def state_bytes(self) -> float:
         """Per owned weight, on the GPU."""
         optimizer = self.config.optimizer
-        master = 0 if self.config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
+        master = 0 if self.config.dtype() == "float32" else 2 if optimizer.store_param_remainders else 4
         moments = _MOMENT_BYTES[optimizer.exp_avg_dtype] + _MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
         return (1 - optimizer.offload_fraction) * (master + moments)
 

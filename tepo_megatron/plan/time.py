@@ -161,7 +161,7 @@ class SyncTraffic:
 
 
 def _server_bytes(config: RunConfig) -> int:
-    return ELEMENT_BYTES[config.rollout.server.served_dtype(config.model.dtype)]
+    return ELEMENT_BYTES[config.rollout.server.served_dtype(config.dtype())]
 
 
 def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
@@ -259,7 +259,7 @@ class StepTime:
         token = _forward_flops(spec, lengths.mean)
         training = 3 * token + _recomputed_flops(ranks, lengths.mean)
         scores = 2 if config.objective.needs_reference else 1
-        peak = _peak_flops(config, config.model.dtype) * parallel.world_size
+        peak = _peak_flops(config, config.dtype()) * parallel.world_size
         imbalance = _stage_imbalance(ranks)
         bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
         waits_train, waits_score = _exposed_seconds(ranks, tokens)
@@ -330,7 +330,7 @@ def _exposed_seconds(ranks: TrainingRanks, tokens: float) -> tuple[float, float]
     """A layer's activations move 4 times forward, 6 backward; 2 are hidden."""
     parallel, cluster = ranks.config.engine.parallel, ranks.config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
-    activations = ELEMENT_BYTES[ranks.config.model.dtype] * ranks.spec.hidden_size * share
+    activations = ELEMENT_BYTES[ranks.config.dtype()] * ranks.spec.hidden_size * share
     most_layers = max(map(len, ranks.split.stage_layers))
     once = activations * (1 - 1 / parallel.tp) / _link_rate(cluster, across=False) * most_layers
     handed_on = 0.0
@@ -348,7 +348,7 @@ def _bubble(config: RunConfig, tokens: float) -> float:
 
 def _adam(ranks: TrainingRanks, stage: int) -> float:
     cluster, optimizer = ranks.config.cluster, ranks.config.optimizer
-    owned, b = ranks.owned_weights(stage), ELEMENT_BYTES[ranks.config.model.dtype]
+    owned, b = ranks.owned_weights(stage), ELEMENT_BYTES[ranks.config.dtype()]
     # a gradient is read, states are read and written, a weight is written
     bytes_per_weight = (1 - optimizer.offload_fraction) * (4 + b) + 2 * ranks.state_bytes
     seconds = owned * bytes_per_weight / (cluster.gpu_memory_gb_per_s * 1e9 * _ADAM_BANDWIDTH)
@@ -382,7 +382,7 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
     if server.concurrency_mean == 0:
         return float("inf")
     gpus = rollout.server.count * rollout.server.tp
-    rate = gpus * _peak_flops(config, rollout.server.served_dtype(config.model.dtype)) * cluster.score_mfu
+    rate = gpus * _peak_flops(config, rollout.server.served_dtype(config.dtype())) * cluster.score_mfu
     per_server = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.server.count
     waves = per_server / server.concurrency_mean
     read = waves * lengths.longest_response * server.weights
@@ -404,7 +404,7 @@ def _exchange(ranks: TrainingRanks, micro_batch: float) -> float:
     # distributed optimizer: reduce-scatter of fp32 gradients, all-gather of weights; otherwise an all-reduce, which is both
     distributed = config.optimizer.distributed
     reduce = (4 if distributed else 8) * sent / link
-    gather = (ELEMENT_BYTES[config.model.dtype] if distributed else 0) * sent / link
+    gather = (ELEMENT_BYTES[config.dtype()] if distributed else 0) * sent / link
     exposed = minibatches * max(0.0, reduce - 2 / 3 * micro_batch if engine.overlap_grad_reduce else reduce)
     between = max(0.0, gather - 1 / 3 * micro_batch if engine.overlap_param_gather else gather)
     return exposed + (minibatches - 1) * between + gather

@@ -21,6 +21,7 @@ from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, loa
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
@@ -68,7 +69,10 @@ def train(
     run, extensions = _read_arguments(
         config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
     )
+    from tepo_megatron.run.output.resume import resolve_dtype
+
     prepare_run(run, overwrite=overwrite)
+    run = resolve_dtype(run, this_machine().gpus)
     if rank.under_torchrun():
         if code := train_as_rank(run, extensions):  # ends the process, as torchrun's agent expects
             sys.exit(code)

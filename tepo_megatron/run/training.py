@@ -17,7 +17,7 @@ from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
-from tepo_megatron.run.output.resume import resume
+from tepo_megatron.run.output.resume import resolve_dtype, resume
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
@@ -47,6 +47,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         # Before the loop only rank 0 unwinds on a signal, to end servers; the others would not notice it in a collective.
         for number in not_ignored():
             signal.signal(number, signal.SIG_DFL)
+    config = resolve_dtype(config, this_machine().gpus)
     model_dir = check_model(config)
     # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
     with contextlib.ExitStack() as stack:

@@ -276,6 +276,8 @@ def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
             raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
         if (resolved := run.folder / "resolved.yaml").is_file():
             there = _compared(load_run(resolved))
+            if expected["model.dtype"] == '"auto"':
+                expected["model.dtype"] = there["model.dtype"]
             if other := sorted(path for path in expected.keys() | there.keys() if expected.get(path) != there.get(path)):
                 raise ValueError(
                     f"{run.folder} holds a run of other settings ({', '.join(other[:5])}); give another --output, or remove it"

@@ -131,7 +131,7 @@ def served(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         )
     with started as fleet:
         engine = make_engine(config)
-        publisher = WeightPublisher(config, engine.weights, fleet)
+        publisher = WeightPublisher(engine.config, engine.weights, fleet)
 
         def update(version: int) -> bool:
             died = False

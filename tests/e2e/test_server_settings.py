@@ -60,6 +60,7 @@ def serve(_rank: int, _world: int, out: Path) -> dict[str, Any]:
     model_dir, prompt = resolve_model_path(config.model.path), Canary.prompt(64, 64)
     with Fleet(config.rollout.server, model_dir=model_dir, dtype="float32", stop_token_ids=[2], log_dir=out) as fleet:
         engine = make_engine(config)
+        config = engine.config
         sender = make_shard_sender(config, engine.weights)
         torch.manual_seed(0)
         first = {name: param.detach().clone() for name, param in engine.policy.params.items()}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.consistency_checks import Canary, Tolerances
 from tepo_megatron.run.weights import WeightPublisher
@@ -70,8 +69,8 @@ def sync(rank: int, _world: int, out: Path, kind: str) -> dict[str, Any]:
         "optimizer": {"lr": 3e-3 if kind == "full" else 3e-2},
         "rollout": {"sampling": {"temperature": TEMPERATURE}},
     }
-    config = RunConfig.model_validate(document)
-    engine = make_engine(config)
+    engine = make_engine(document)
+    config = engine.config
     fleet: Fleet | None = None
     report: dict[str, Any] = {"syncs": [], "urls": []}
     if rank == 0:

@@ -85,6 +85,20 @@ def resumes(config: RunConfig) -> bool:
     return config.train.resume is True or (config.train.resume == "auto" and bool(checkpoints(config.output / "checkpoints")))
 
 
+def resolve_dtype(config: RunConfig, gpus: int) -> RunConfig:
+    """``model.dtype: auto`` is the checkpoint's if the run resumes, otherwise the machine's."""
+    whole = None
+    if config.model.dtype == "auto" and resumes(config):
+        with suppress(ValueError):  # no checkpoint is visible from here; rank 0's resume refuses, or the ranks' comparison
+            whole, _ = _first_whole(_candidates(config), read_state)
+    return config.with_dtype(config.dtype(gpus) if whole is None else _saved_dtype(whole[1]))
+
+
+def _saved_dtype(state: Mapping[str, Any]) -> str:
+    """A checkpoint without identity is of a version that had float32 as default."""
+    return str(state["identity"]["architecture"]["dtype"]) if "identity" in state else "float32"
+
+
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
     """Reads no shards and needs no torch. Raises ValueError if none is whole, the newest whole one is
     of another run or model, or the run is over.
@@ -142,6 +156,8 @@ def _accepted(config: RunConfig, model_dir: Path, result: _Whole) -> Resumed:
         )
     if steps == step and _is_finished(config, folder):
         raise ValueError(f"the run has reached train.steps = {steps}, and is complete in {config.output}; raise train.steps")
+    if config.model.dtype == "auto":
+        config = config.with_dtype(_saved_dtype(state))
     differences: list[Difference] = []
     if "identity" in state:  # one of the first format does not say what its run was
         differences = compare_runs(state["identity"], describe_run(config, model_dir))

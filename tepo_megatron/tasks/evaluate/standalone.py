@@ -17,6 +17,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
@@ -44,6 +45,7 @@ def evaluate_model(
     Raises ValueError for nothing to evaluate, an unusable model, source or verifier, a ``rollout.server.tp`` that cannot split
     the model, or external servers that start without weights; RuntimeError if a server does not start.
     """
+    config = config.with_dtype(config.dtype(this_machine().gpus))
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
     sampler_spec().check_model(config.rollout.server, spec)

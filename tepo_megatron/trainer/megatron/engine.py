@@ -55,7 +55,6 @@ class Engine:
         heartbeat: Heartbeat | None = None,
     ) -> None:
         """``objective`` replaces the config's."""
-        self.config = config
         self.heartbeat = heartbeat or Heartbeat()
         self.model_dir = model_dir
         self.spec = read_model_spec(model_dir)
@@ -63,13 +62,14 @@ class Engine:
         split = check_trainer_split(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
+        self.config = config = config.with_dtype(config.dtype(self.platform.kind == "cuda"))
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
         self.layers = choose_layers(config.engine, self.platform)
         check_config(config, self.spec, on_gpu=self.platform.kind == "cuda")
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = platform.collective_timeout(config)
         self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
-        _check_same_plugins(config, self.platform.device)
+        _check_same_everywhere(config, self.platform.device)
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
@@ -236,13 +236,16 @@ class Engine:
         platform.destroy()
 
 
-def _check_same_plugins(config: RunConfig, device: torch.device) -> None:
-    """Every rank calls; all raise ValueError if plugins' bytes differ."""
-    if not config.objective.plugins:  # the configuration is the same on every rank
-        return
-    everyone = all_gather_json([socket.gethostname(), plugin_digests(config)], device=device)
-    (first_host, first), *_ = everyone
-    for rank, (host, digests) in enumerate(everyone):
+def _check_same_everywhere(config: RunConfig, device: torch.device) -> None:
+    """Every rank calls; all raise ValueError if the dtype that ``auto`` became, or plugins' bytes, differ."""
+    everyone = all_gather_json([socket.gethostname(), config.model.dtype, plugin_digests(config)], device=device)
+    (first_host, first_dtype, first), *_ = everyone
+    for rank, (host, dtype, digests) in enumerate(everyone):
+        if dtype != first_dtype:
+            raise ValueError(
+                f"model.dtype: rank {rank} on {host} has {dtype} and rank 0 on {first_host} {first_dtype}, as auto takes it "
+                "from GPUs and from a resumed run's checkpoints; set model.dtype"
+            )
         for name in dict.fromkeys([*first, *digests]):
             if first.get(name) != digests.get(name):
                 raise ValueError(

@@ -148,6 +148,7 @@ def test_seconds_of_a_step_by_hand() -> None:
 def test_float32_computes_at_its_own_peak() -> None:
     overrides = ("engine.parallel={tp: 1, sequence_parallel: false}", "cluster.gpu_memory_gib=1000", REPLAY)
     half, full = (plan(QWEN, *overrides, f"model.dtype={dtype}") for dtype in ("bfloat16", "float32"))
+    assert plan(QWEN, *overrides, "model.dtype=auto").time == half.time
     assert full.time.train == pytest.approx(15 * half.time.train)
     assert full.time.score == pytest.approx(15 * half.time.score)
     assert full.time.mfu == pytest.approx(half.time.mfu)

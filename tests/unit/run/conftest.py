@@ -23,6 +23,7 @@ from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
+from tepo_megatron.run.output.resume import resolve_dtype
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import CacheReading, ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -90,6 +91,7 @@ class ReferenceRun:
     digest: str = ""
 
     def __post_init__(self) -> None:
+        self.config = resolve_dtype(self.config, gpus=0)
         self._deaths = list(self.dies_at)
         self.shares_gpus = self.config.rollout.server.placement == "colocated"
         self.trainer_memory, self.sampler_awake = "everything", False

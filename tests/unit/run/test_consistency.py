@@ -20,6 +20,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.consistency_checks import Canaries, Canary, Tolerances
+from tepo_megatron.run.output.resume import resolve_dtype
 from tepo_megatron.run.sampling.step_rewards import token_ages, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.protocol import CacheReading
@@ -103,7 +104,7 @@ def test_a_server_that_follows_in_coarse_steps_is_not_stale() -> None:
     ],
 )
 def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, Any], due: list[int]) -> None:
-    config, spec = RunConfig.model_validate(run), sizes(64)
+    config, spec = resolve_dtype(RunConfig.model_validate(run), gpus=0), sizes(64)
     prompts = {sync: Canary.due_prompt(config, spec, sync=sync) for sync in range(7)}
     assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
     assert {prompt for prompt in prompts.values() if prompt is not None} <= {Canary.prompt(50, 64)}
@@ -241,7 +242,7 @@ def figures_of(rollouts: list[Rollout], step: int, count: int = 1, gaps: list[fl
     old_T = torch.zeros_like(batch.sampler_logprobs_T) if gaps is None else batch.sampler_logprobs_T.clone()
     old_T[batch.loss_mask_T] += torch.tensor(gaps or [0.0])
     parts = list(minibatches(batch.with_(old_logprobs_T=old_T), count, seed=3, step=step))
-    checks = Canaries(RunConfig.model_validate(run), sizes(64))
+    checks = Canaries(resolve_dtype(RunConfig.model_validate(run), gpus=0), sizes(64))
     checks.check_rollouts(step, parts, rollouts)
     return checks.take_figures()
 

@@ -14,7 +14,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.run.output.output import Retention
-from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder
+from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder, resolve_dtype
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, step_of
@@ -244,6 +244,30 @@ def test_a_checkpoint_of_the_first_format_is_taken_with_a_sentence(tmp_path: Pat
     (folder / "state.json").write_text(json.dumps({"step": 6, "updates": -24}))
     with pytest.raises(ValueError, match="updates = -24"):
         find_checkpoint(run, MODEL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dtype_that_is_left_to_the_machine_is_the_checkpoints_in_a_resumed_run(dtype: str, tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 6, overrides=(f"model.dtype={dtype}",))
+    run = config(tmp_path)
+    find_checkpoint(run, MODEL)
+    served: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tepo_megatron.sampler.fleet.external.serve_node", lambda config, **_: served.append(config.model.dtype))
+        invoke("serve", str(RUN), f"output={tmp_path}", "train.resume=auto")
+    assert served == [dtype]
+    assert [resolve_dtype(run, gpus).model.dtype for gpus in (0, 8)] == [dtype, dtype]
+    fresh = load_run(None, [f"output={tmp_path}"])
+    assert [resolve_dtype(fresh, gpus).model.dtype for gpus in (0, 8)] == ["float32", "bfloat16"]
+    assert resolve_dtype(load_run(None, ["engine.platform=cpu"]), 8).model.dtype == "float32"
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    with pytest.raises(ValueError, match=f'architecture.dtype: "{dtype}" -> "{other}"'):
+        find_checkpoint(config(tmp_path, f"model.dtype={other}"), MODEL)
+    (folder / "manifest.json").unlink()  # the first format, whose default was float32
+    (folder / "state.json").write_text(json.dumps({"step": 6, "updates": 24, "sampler": {}}))
+    assert resolve_dtype(run, 8).model.dtype == "float32"
+    with pytest.raises(ValueError, match=r"recipe = tensorwise with model.dtype = float32"):
+        resolve_dtype(load_run(None, ["engine.fp8.recipe=tensorwise"]), gpus=0)
 
 
 def test_older_configurations_are_kept(tmp_path: Path) -> None:

@@ -269,14 +269,14 @@ def test_an_impossible_tp_is_a_sentence_that_names_the_field(tmp_path: Path, mon
 def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its servers share their GPUs with no trainer."""
 
-    def refuse(server: ServerConfig, **_options: object) -> None:
-        raise RuntimeError(f"{server.placement}, {server.tp}, {server.starts_with_dummies(trained=False)}")
+    def refuse(server: ServerConfig, **options: object) -> None:
+        raise RuntimeError(f"{server.placement}, {server.tp}, {server.starts_with_dummies(trained=False)}, {options['dtype']}")
 
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.make_sampler", refuse)
     for placement in ("local", "colocated"):
         server = {"placement": placement, "tp": 2, "load_format": "dummy"}
         config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": server}})
-        with pytest.raises(RuntimeError, match="local, 2, False"):
+        with pytest.raises(RuntimeError, match="local, 2, False, float32"):
             evaluate_model(config, "builtin:tiny")
     config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": {"placement": "external", "registry": "/r"}}})
     with pytest.raises(ValueError, match=r"servers of 'tepo serve' start without weights.*load_format = model"):

@@ -168,6 +168,8 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
     there = load_run(sweep.run, [*runs[0].overrides, "train.resume=auto"])
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there))
     check_runs(sweep, runs)  # that it was resumed is no other setting
+    (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there.with_dtype("float32")))
+    check_runs(sweep, runs)  # nor what auto became
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(load_run(sweep.run, ["seed=9"])))
     with pytest.raises(ValueError, match=r"tepo-low-seed0 holds a run of other settings .*seed"):
         check_runs(sweep, runs)

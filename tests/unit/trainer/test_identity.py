@@ -118,7 +118,7 @@ def test_the_number_of_steps_counts_where_the_learning_rate_falls_until_the_last
         ({"rms_norm_eps": 1e-3}, (), (), "architecture.norm_eps: "),
         ({"vocab_size": 99}, (), (), "architecture.vocab_size: "),
         ({"intermediate_size": 8}, (), (), "architecture.ffn_size: "),
-        ({}, (), ("model.dtype=bfloat16",), 'architecture.dtype: "float32" -> "bfloat16"'),
+        ({}, ("model.dtype=float32",), ("model.dtype=bfloat16",), 'architecture.dtype: "float32" -> "bfloat16"'),
         ({}, (), LORA, "model.lora: null -> {"),
         ({}, LORA, (), "model.lora: {"),
         ({}, LORA, ("model.lora.rank=4", LORA[1]), "model.lora.rank: 8 -> 4"),
@@ -290,11 +290,14 @@ def start(rank: int, world: int, folder: Path) -> None:
     from tepo_megatron.trainer.megatron.engine import Engine
 
     os.environ["WORLD_SIZE"] = str(world)
-    config = load_run(None, [*with_plugin(folder / f"rank{rank}" / "my_objective.py"), f"engine.parallel.dp={world}"])
-    Engine(config, MODEL)
+    plugin = folder / f"rank{rank}" / "my_objective.py"
+    given = with_plugin(plugin) if plugin.exists() else [f"model.dtype={('auto', 'bfloat16')[rank]}"]
+    Engine(load_run(None, [*given, f"engine.parallel.dp={world}"]), MODEL)
 
 
-def test_ranks_compare_their_bytes(copy: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_compare_their_bytes_and_dtypes(copy: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"model.dtype: rank 1 on .* has bfloat16 and rank 0 on .* float32, as auto takes"):
+        run_dist(2, start, tmp_path)
     for rank in range(2):
         copy(f"rank{rank}/my_objective.py", "\n# another\n" * rank)
     message = r"rank 1 on .* has other bytes of my_objective\.py than rank 0 on .* \(digest [0-9a-f]+ and [0-9a-f]+"

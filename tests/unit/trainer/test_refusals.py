@@ -251,7 +251,7 @@ REFUSED = [
     (SPREAD + "engine.fp8={recipe: delayed, params: true}", "does not go with recipe = delayed"),
     (FP8 + "margin=1", "margin has no effect while recipe = none"),
     (FP8 + "params=true engine.fp8.format=e4m3", "format, params has no effect while recipe = none"),
-    ("engine.fp8.recipe=tensorwise", "tensorwise with model.dtype = float32"),
+    ("model.dtype=float32 engine.fp8.recipe=tensorwise", "tensorwise with model.dtype = float32"),
     (FP8 + "recipe=tensorwise engine.fp8.params=true", "engine.fp8.params = true needs optimizer.distributed = true"),
     (FP8 + "recipe=int8", "none.*delayed.*tensorwise.*blockwise.*mxfp8"),
     ("engine.layers=te engine.platform=cpu", "layers = te needs a GPU, and platform = cpu"),
@@ -267,10 +267,13 @@ REFUSED = [
     ),
     (SPREAD + "optimizer.exp_avg_sq_dtype=fp8", r"betas\[1\] below 0.9375"),
     (
-        "optimizer.distributed=true optimizer.exp_avg_dtype=bfloat16",
+        "model.dtype=float32 optimizer.distributed=true optimizer.exp_avg_dtype=bfloat16",
         r"model.dtype = float32: its Adam has fp32 masters of bfloat16",
     ),
-    ("optimizer.distributed=true optimizer.offload_fraction=1", r"optimizer.offload_fraction with model.dtype = float32"),
+    (
+        "model.dtype=float32 optimizer.distributed=true optimizer.offload_fraction=1",
+        r"optimizer.offload_fraction with model.dtype = float32",
+    ),
     (SPREAD + "optimizer.exp_avg_dtype=bfloat16 engine.platform=cpu", r"Adam on a GPU, and engine.platform = cpu"),
     (SPREAD + "optimizer.exp_avg_dtype=fp8 rollout.server.placement=colocated", r"FP8 cannot leave the GPU for the servers'"),
     (
