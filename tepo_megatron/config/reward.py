@@ -132,6 +132,12 @@ class EnvironmentConfig(Section):
     agent: AgentConfig | None = None
     """Settings for ``adapter: agent``."""
 
+    observations: Literal["auto", "user", "tool", "text"] = "auto"
+    """Role of the environment's text where prompts are messages; ``text``: none, behind the model's. ``auto``: ``tool`` for
+    ``calculator`` and ``python``, ``text`` with ``special_tokens``, otherwise ``user``.
+    Text of ``reset`` continues the prompt's last message.
+    """
+
     max_turns: PositiveInt = 8
     """Most turns per episode; a longer one is cut."""
 
@@ -171,6 +177,15 @@ class EnvironmentConfig(Section):
     key_file: Path | None = None
     """``tepo environment serve`` writes this key of ``servers``."""
 
+    @property
+    def role(self) -> str | None:
+        """Of text between messages; None: it stays text."""
+        if self.observations != "auto":
+            return None if self.observations == "text" else self.observations
+        if self.special_tokens or self.adapter == "agent":
+            return None
+        return "tool" if self.name in ("calculator", "python") else "user"
+
     def _faults(self) -> Iterator[str]:
         for url in self.servers:
             if not url.startswith(("http://", "https://")):
@@ -183,6 +198,10 @@ class EnvironmentConfig(Section):
             yield "environment.name = python has no network; leave environment.network out"
         if self.special_tokens and self.adapter == "agent" and self.agent_settings.chat_template:
             yield "environment.special_tokens = true is for text, and messages never have any; leave it out"
+        if self.special_tokens and self.role is not None:
+            yield f"special_tokens = true with observations = {self.observations}: messages never have any; leave one out"
+        if self.adapter == "agent" and self.observations != "auto":
+            yield f"environment.observations = {self.observations} with adapter = agent, which sends messages; leave it out"
         if self.adapter != "agent":
             if self.agent is not None or self.name == OUTSIDE:
                 name = "environment.agent" if self.agent is not None else f"environment.name = {OUTSIDE}"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.versions import installed_version
-from tepo_megatron.weights.architecture import TOKENIZER_FILES, generation_end_ids, read_model_spec
+from tepo_megatron.weights.architecture import TOKENIZER_FILES, generation_end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
 
 _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
@@ -38,6 +38,7 @@ _RUN = (
     "rollout.server.extra_args",  # anything may be in them
     *("reward.verifier", "reward.kwargs", "reward.weights", "reward.failed_reward"),
     *("environment.name", "environment.kwargs", "environment.adapter", "environment.max_turns", "environment.max_tokens"),
+    "environment.observations",
     *("engine.fp8", "engine.noise_every", "engine.noise_sequences"),  # the measured noise is the objective's tolerance
     *("train.minibatches", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
 )
@@ -67,13 +68,14 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
     files = [model_dir / name for name in TOKENIZER_FILES]
     tokenizer = [f"{file.name} {_digest(file.read_bytes())}\n" for file in files if file.is_file()]
-    fields = config.model_dump(mode="json")
+    fields, settings = config.model_dump(mode="json"), model_dir / "tokenizer_config.json"
     if config.rollout.replay is not None:
         fields["rollout"]["replay"] = str(config.rollout.replay.resolve())
     return {
         "architecture": architecture,
         "architecture_digest": _digest(json.dumps(architecture, sort_keys=True).encode()),
         "tokenizer": _digest("".join(tokenizer).encode()),
+        "chat_template": (model_dir / "chat_template.jinja").is_file() or "chat_template" in read_object(settings),
         "end_tokens": sorted(set(generation_end_ids(model_dir))),
         "weights": sampled_digest(model_dir),
         "first_adapters": None if (lora := config.model.lora) is None or lora.path is None else sampled_digest(lora.path),
@@ -117,6 +119,10 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     differences += weights
     reported = {*_OF_RESUMING, "model.dtype", *(difference.field for difference in weights)}
     defaults = RunConfig().model_dump(mode="json")
+    then, now = (run["config"].get("environment") or {} for run in (saved, current))
+    if then and "observations" not in then:  # text had no role then, nor has it without a template or of an agent
+        had = "text" if current["chat_template"] and then["adapter"] != "agent" else now.get("observations")
+        saved = {**saved, "config": {**saved["config"], "environment": {**then, "observations": had}}}
     for field, old, new in _differing(saved["config"], current["config"]):
         # A field unknown to the saving version had no effect then, as its default has none now.
         unknown_then = old is _ABSENT and new == _value(defaults, field)

@@ -22,9 +22,8 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, appl
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import Sampler
-from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.sources import make_sampler
-from tepo_megatron.tasks.environments.episodes import opening_of
+from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
 from tepo_megatron.trainer.run_compatibility import is_allowed
 
@@ -57,7 +56,7 @@ class RolloutCollector:
             config,
             inputs.train,
             make_sampler(inputs.train, config.data, config.seed),
-            lambda problem: opening_of(config.environment, inputs.tokenizer) or encode_prompt(inputs.tokenizer, problem),
+            lambda problem: episode_prompt(config.environment, inputs.tokenizer, problem),
             window=window,
         )
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.weights.architecture import generation_end_ids, read_object
@@ -86,6 +86,10 @@ class Tokenizer(ABC):
             "the model's tokenizer has no chat template, which prompts of messages and chat_template = true need; use an "
             "instruct model's tokenizer, or plain prompts and set data.chat_template = false"
         )
+
+    def open_chat_ids(self, messages: Sequence[AnyMessage]) -> tuple[list[int], list[int]]:
+        """As :meth:`chat_ids`, apart behind the last message's content, which may continue there."""
+        return self.chat_ids(messages), []
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
         """Returns ids between two answers. ``ended``: the first has its end token, which is left out."""
@@ -215,16 +219,23 @@ class _HuggingFaceTokenizer(Tokenizer):
         return ids[:-1] if ids[-1:] == end != plain[-1:] else ids
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        return self._fill_template(messages, tools) if self._model.chat_template else super().chat_ids(messages)
+        return self._fill_template(messages, tools)[0] if self._model.chat_template else super().chat_ids(messages)
+
+    def open_chat_ids(self, messages: Sequence[AnyMessage]) -> tuple[list[int], list[int]]:
+        return self._fill_template(messages, split="end") if self._model.chat_template else super().open_chat_ids(messages)
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
         if not self._model.chat_template:
             return super().turn_ids(messages, ended=ended)
-        ids = self._fill_template(messages, after_answer=True)
+        _, ids = self._fill_template(messages, split="answer")
         return ids[1:] if ended and ids and ids[0] in self.eos_ids else ids
 
-    def _fill_template(self, messages: Sequence[AnyMessage], tools: Tools = None, *, after_answer: bool = False) -> list[int]:
-        """``after_answer``: only what follows an answer. Numbers between marks replace special tokens' texts meanwhile."""
+    def _fill_template(
+        self, messages: Sequence[AnyMessage], tools: Tools = None, *, split: Literal["", "answer", "end"] = ""
+    ) -> tuple[list[int], list[int]]:
+        """``split``: apart behind an answer that precedes, or the last content. Numbers between marks replace special tokens'
+        texts meanwhile.
+        """
         check_text((list(messages), tools), "a message")
         plain = [item if isinstance(item, Mapping) else {"role": item[0], "content": item[1]} for item in messages]
         characters = set(json.dumps(_with_texts([plain, tools], str), ensure_ascii=False, default=str))
@@ -236,24 +247,32 @@ class _HuggingFaceTokenizer(Tokenizer):
             return f"{mark}{len(hidden) - 1}{mark}"
 
         filled, shown = _with_texts([plain, tools], lambda text: self._special_texts.sub(hide, text))
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] if after_answer else []
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] if split == "answer" else []
+        if split == "end":
+            filled[-1] = {**filled[-1], "content": filled[-1]["content"] + answer}
         try:
             text = self._model.apply_chat_template(
                 [*before, *filled], add_generation_prompt=True, tokenize=False, **({} if tools is None else {"tools": shown})
             )
         except Exception as error:  # templates are programs and raise anything
             why = " ".join(str(error).split()) or type(error).__name__
-            roles = ", ".join(str(message["role"]) for message in plain) + (" after an answer" if after_answer else "")
+            roles = ", ".join(str(message["role"]) for message in plain) + (" after an answer" if before else "")
             raise ValueError(f"the tokenizer's chat template does not take messages of {roles}: {why}") from error
-        if after_answer and answer not in text:
-            raise ValueError("the tokenizer's chat template leaves the model's answers out; have the environment return text")
-        ids: list[int] = []
-        for index, part in enumerate(re.split(rf"{mark}(\d+){mark}", text.partition(answer)[2] if after_answer else text)):
-            if index % 2:
-                ids += self._model.encode(hidden[int(part)], add_special_tokens=False, split_special_tokens=True)
-            elif part:
-                ids += self._model.encode(part, add_special_tokens=False)
-        return ids
+        if split and answer not in text:
+            left_out = "model's answers" if before else "last message"
+            raise ValueError(f"the tokenizer's chat template leaves the {left_out} out; set environment.observations = text")
+
+        def encoded(text: str) -> list[int]:
+            ids: list[int] = []
+            for index, part in enumerate(re.split(rf"{mark}(\d+){mark}", text)):
+                if index % 2:
+                    ids += self._model.encode(hidden[int(part)], add_special_tokens=False, split_special_tokens=True)
+                elif part:
+                    ids += self._model.encode(part, add_special_tokens=False)
+            return ids
+
+        first, _, second = text.partition(answer)
+        return encoded(first), encoded(second)
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
         return self._model.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)

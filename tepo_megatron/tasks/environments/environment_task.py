@@ -15,7 +15,7 @@ from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.environments.episodes import Episode, EpisodeStream, Observations, opening_of
+from tepo_megatron.tasks.environments.episodes import Episode, EpisodeStream, Observations, episode_prompt
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost
 from tepo_megatron.tasks.environments.service import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
@@ -50,7 +50,7 @@ class EnvironmentTask(Task):
         if environment.special_tokens:
             tokenizer.encode("", special_tokens=True)  # refuses what the tokenizer cannot do
         template = environment.agent_settings.chat_template
-        self._observations = Observations(tokenizer, vocab_size, template, environment.special_tokens)
+        self._observations = Observations(tokenizer, vocab_size, template, environment.special_tokens, environment.role)
         self.host = self.open_host(environment, config.rollout.sampling)
 
     @staticmethod
@@ -90,10 +90,10 @@ class EnvironmentTask(Task):
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         counted, self._counts = self._counts, defaultdict(float)  # a row counts only the step's episodes
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
-        opening = opening_of(self._environment, self._tokenizer)
         with self.stream(inner, lambda index: problems[index]) as stream:
-            for index, prompt in enumerate(prompts):
-                stream.submit(index, prompt if opening is None else opening, prompt_seed(seed, index), n)
+            for index in range(len(prompts)):
+                prompt = episode_prompt(self._environment, self._tokenizer, problems[index])
+                stream.submit(index, prompt, prompt_seed(seed, index), n)
             while stream.unfinished:
                 if (finished := stream.next(None)) is not None:
                     groups[finished[0]][finished[1]] = finished[2]
@@ -135,7 +135,7 @@ class EnvironmentTask(Task):
                 try:
                     if why := answer.error or answer.lost:
                         raise ValueError(why)
-                    self._observations.ids(answer.answer["observation"], ended=None)
+                    self._observations.ids(answer.answer["observation"], ended=None, chat=problem.messages)
                 except ValueError as error:
                     errors.append(str(error))
             self.host.end(number)

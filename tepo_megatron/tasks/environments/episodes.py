@@ -19,6 +19,7 @@ from tepo_megatron.core.rollout import Response, TokenIds, token_ids
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
+from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer
 from tepo_megatron.tasks.reward.worker import check_value
@@ -187,7 +188,7 @@ class EpisodeStream:
                 episode.new_histories += 1
         drawn = episode.drawn
         ended = None if drawn is None else int(drawn.response_ids[-1]) in self.observations.tokenizer.eos_ids
-        ids = self.observations.ids(observation, ended=ended, opening=episode.prompt)
+        ids = self.observations.ids(observation, ended=ended, opening=episode.prompt, chat=episode.problem.messages)
         behind = (0 if drawn is None else drawn.response_ids.size) + ids.size
         if self._room(episode.prompt.size, behind) >= 1:
             episode.context = append_observation(drawn, ids) if ids.size else drawn
@@ -247,19 +248,33 @@ class Observations:
     vocab_size: int
     chat_template: bool = True
     special_tokens: bool = False
+    role: str | None = None
 
-    def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
+    def ids(
+        self,
+        observation: Sequence[Any] | None,
+        *,
+        ended: bool | None,
+        opening: TokenIds | None = None,
+        chat: Sequence[tuple[str, str]] = (),
+    ) -> TokenIds:
         """``ended``: the preceding turn has an end token; None: there is none. ``opening``: an agent's prompt, left out of
-        its chat. Raises ValueError for what cannot be encoded.
+        its chat. ``chat``: the problem's messages; the first text continues them. Raises ValueError for what cannot be encoded.
         """
+        is_chat = self.role is not None and bool(chat)
+        closing = self.tokenizer.open_chat_ids(chat)[1] if is_chat and ended is None else []
         if observation is None:
-            return token_ids(())
+            return token_ids(closing)
         check_text(observation, "the environment's observation")
         kind, value = observation
+        if is_chat and kind == "text":
+            if ended is None:
+                return self._known([*self._encode(f"\n\n{value}"), *closing], value)
+            kind, value = "messages", [{"role": self.role, "content": value}]
         if kind == "chat":
             return self._chat(value, ended=ended, opening=opening)
         if kind == "ids":
-            return self._checked(value)
+            return self._checked([*closing, *value])
         if kind == "text":
             return self._known(self._encode(value), value)
         if ended is None:
@@ -313,6 +328,15 @@ class Observations:
                 "change it, or use a model whose tokenizer knows them"
             )
         return token_ids(ids)
+
+
+def episode_prompt(environment: EnvironmentConfig | None, tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
+    """Returns what precedes the first observation. A chat's last message stays open for it. Raises ValueError."""
+    if (opening := opening_of(environment, tokenizer)) is not None:
+        return opening
+    prompt = encode_prompt(tokenizer, problem)
+    is_open = environment is not None and environment.role is not None and problem.messages
+    return tuple(tokenizer.open_chat_ids(problem.messages)[0]) if is_open else prompt
 
 
 def opening_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer) -> tuple[int, ...] | None:

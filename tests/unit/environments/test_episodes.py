@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.reward import AgentConfig
+from tepo_megatron.config.reward import AgentConfig, EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import WeightsVersion
@@ -29,11 +29,11 @@ from tepo_megatron.tasks.environments.agent_session import (
     Message,
     RefusedError,
 )
-from tepo_megatron.tasks.environments.episodes import Observations
+from tepo_megatron.tasks.environments.episodes import Observations, episode_prompt
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.reward.worker import check_value
-from tests.support.chat_tokenizer import TOOLS_TEMPLATE, write_chat_tokenizer
+from tests.support.chat_tokenizer import TEMPLATE, TOOLS_TEMPLATE, write_chat_tokenizer
 from tests.support.episodes import END, VOCABULARY, Letters, Played, play, turn_of
 
 PROMPT = (1, 7, 8)
@@ -397,6 +397,44 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
     assert asyncio.run(talking()) == ChatRequest(tuple(results), False)
     assert ChatAnswer.read(ResponseText("<tool_call>{</tool_call>"), "hermes").malformed
     assert "tool_calls" not in ChatAnswer.read(action, "text").message
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TOOLS_TEMPLATE])
+def test_text_of_an_environment_is_a_message_where_the_prompt_is_one(template: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path, template))
+    asked, plain = Problem("p", "1+2", "", messages=(("user", "1+2<|end|>"),)), Problem("q", "1+2", "")
+
+    def shown(problem: Problem, observation: Any, *, ended: bool | None, **settings: Any) -> str:
+        config = EnvironmentConfig.model_validate({"name": "a.py:A", **settings})
+        observations = Observations(tokenizer, 400, special_tokens=config.special_tokens, role=config.role)
+        prompt = episode_prompt(config, tokenizer, problem) if ended is None else ()
+        return tokenizer.show([*prompt, *observations.ids(observation, ended=ended, chat=problem.messages)])
+
+    said, answer = ["text", "3 <|user|>"], "⟦<|assistant|>⟧"
+    assert shown(asked, said, ended=None) == f"⟦<|user|>⟧1+2<|end|>\n\n3 <|user|>⟦<|end|>⟧{answer}"
+    assert shown(asked, None, ended=None) == tokenizer.show(tokenizer.chat_ids(asked.messages))
+    assert shown(asked, ["ids", [9]], ended=None) == tokenizer.show([*tokenizer.chat_ids(asked.messages), 9])
+    for ended, end in ((True, ""), (False, "⟦<|end|>⟧")):
+        assert shown(asked, said, ended=ended) == f"{end}⟦<|user|>⟧3 <|user|>⟦<|end|>⟧{answer}"
+    for problem, settings, text in (
+        (asked, {"observations": "text"}, "3 <|user|>"),
+        (asked, {"special_tokens": True}, "3 ⟦<|user|>⟧"),
+        (plain, {"observations": "user"}, "3 <|user|>"),
+    ):
+        assert shown(problem, said, ended=True, **settings) == text
+        assert shown(problem, said, ended=None, **settings).endswith(("⟦<|assistant|>⟧" if problem is asked else "1+2") + text)
+    as_tool = shown(asked, said, ended=True, observations="tool")
+    assert as_tool == shown(asked, said, ended=True, name="calculator")
+    assert as_tool == ("<|tool|>" if template is TEMPLATE else "⟦<|user|>⟧") + f"3 <|user|>⟦<|end|>⟧{answer}"
+
+
+def test_a_role_that_cannot_act_is_refused() -> None:
+    for settings, message in (
+        ({"special_tokens": True, "observations": "user"}, "messages never have any"),
+        ({"adapter": "agent", "observations": "text"}, "agent, which sends messages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EnvironmentConfig.model_validate({"name": "a.py:A", **settings})
 
 
 def test_a_chat_with_tools_is_rendered_once_and_goes_on_behind_the_models_tokens(tmp_path: Path) -> None:

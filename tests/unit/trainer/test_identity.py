@@ -151,6 +151,18 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(
     assert refusal(compare(model=copy), ("model.path",)) is None
 
 
+def test_a_run_from_before_observations_had_a_role_is_not_continued_with_one_unasked(tmp_path: Path) -> None:
+    game, chat = ("environment.name=guess_number",), changed_model(tmp_path / "chat")
+    saved = stored(*game)
+    del saved["config"]["environment"]["observations"]
+    assert refusal(compare_runs(saved, described(*game, model=chat)), ()) is None
+    (chat / "chat_template.jinja").write_text("")
+    (role,) = (item for item in compare_runs(saved, described(*game, model=chat)) if item.field == "environment.observations")
+    assert (str(role), role.kind) == ('environment.observations: "text" -> "auto"', "run")
+    now = described(*game, "environment.observations=text", model=chat)
+    assert "observations" not in str(compare_runs(saved, now))
+
+
 def with_other_weights(folder: Path, file: str = "model.safetensors") -> Path:
     weights = load_file(folder / file)
     name = next(iter(weights))
