@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -68,6 +69,46 @@ def _show_schema(
         field = f"[bold]{row.path}[/]\n[dim]  {escape(row.allowed)}[/]"
         table.add_row(field, escape(row.default), condition + escape(row.description))
     show(table)
+
+
+_Converted = Annotated[Path, Argument(metavar="FILE", help="Its configuration, as YAML.")]
+
+
+@config_app.command("from-trl")
+def _from_trl(file: _Converted) -> None:
+    """Convert a configuration of TRL's GRPO trainer into a run's; comments say what has no field here.
+
+    [dim]tepo config from-trl grpo.yaml > run.yaml[/]
+    """
+    _convert("trl", file)
+
+
+@config_app.command("from-verl")
+def _from_verl(file: _Converted) -> None:
+    """Convert a configuration of verl into a run's; comments say what has no field here.
+
+    [dim]tepo config from-verl ppo_trainer.yaml > run.yaml[/]
+    """
+    _convert("verl", file)
+
+
+@config_app.command("from-nemo-rl")
+def _from_nemo_rl(file: _Converted) -> None:
+    """Convert a configuration of NeMo-RL's GRPO into a run's; comments say what has no field here.
+
+    [dim]tepo config from-nemo-rl grpo_math_1B.yaml > run.yaml[/]
+    """
+    _convert("nemo-rl", file)
+
+
+def _convert(name: str, file: Path) -> None:
+    from tepo_megatron.config.load import dump_diff
+    from tepo_megatron.config.peers import convert
+
+    with user_errors():
+        settings, left = convert(name, file.read_text(encoding="utf-8"))
+        config = load_config(None, [f"{field}={json.dumps(value)}" for field, value in settings.items()])
+        sys.stdout.write("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config))
 
 
 @app.command("plan")

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.config.objective.custom import load_plugin, plugin_schemas
+from tepo_megatron.config.peers import peer_hint
 from tepo_megatron.config.run import RunConfig
 
 Node = dict[str, Any]  # a JSON schema node with ``$ref`` followed
@@ -264,9 +265,7 @@ def _describe(detail: ErrorDetails) -> str:
     place, raw = _locate(detail["loc"]), detail["input"]
     kind = detail["type"]
     if kind == "extra_forbidden":
-        near = _nearest_fields(place)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
-        return f"{place.path}: unknown key (got {show(raw)}); {hint}"
+        return f"{place.path}: unknown key (got {show(raw)}); {_hint(place, raw)}"
     if kind == "missing":
         return f"{place.path}: missing; allowed: {_allowed(place.node)}"
     if kind == "union_tag_invalid":
@@ -288,29 +287,8 @@ def _describe(detail: ErrorDetails) -> str:
     return line
 
 
-_OTHER_NAMES = {
-    "rollout.prompts_per_step": "batch_size train_batch_size",
-    "rollout.samples_per_prompt": "num_generations group_size n",
-    "rollout.sampling.max_new_tokens": "max_tokens max_completion_length",
-    "optimizer.lr": "learning_rate",
-    "optimizer.clip_grad": "gradient_clipping max_grad_norm",
-    "train.steps": "max_steps epochs num_train_epochs",
-    "train.save_every": "save_steps",
-    "evaluate.every": "eval_steps",
-    "evaluate.samples": "n",
-    "data.train": "dataset train_files",
-    "data.max_prompt_tokens": "max_prompt_length",
-    "objective.preset": "algorithm",
-    "objective.kl.coefficient": "beta kl_coef",
-    "objective.trust_region.low": "clip_range",
-    "objective.trust_region.high": "clip_range",
-    "reward.verifier": "reward_fn reward_function",
-    "output": "output_dir",
-}  # field → names that other trainers give it, which spelling alone would not find
-
-
-def _nearest_fields(place: _Place) -> list[str]:
-    """Returns at most three: a typo in its section, the same key elsewhere, another trainer's name, then spelling."""
+def _hint(place: _Place, raw: Any) -> str:
+    """Names at most three fields: a typo in its section, the same key elsewhere, another trainer's name, then spelling."""
     parent, _, key = place.path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     by_key: dict[str, list[str]] = {}
@@ -320,7 +298,12 @@ def _nearest_fields(place: _Place) -> list[str]:
     def siblings(cutoff: float) -> list[str]:
         return [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=cutoff)]
 
-    elsewhere = [*by_key.get(key, ()), *(path for path, names in _OTHER_NAMES.items() if key in names.split())]
-    near = difflib.get_close_matches(key, sorted(by_key), n=1, cutoff=0.75)
-    result = siblings(0.75) or elsewhere or siblings(0.5) or [path for name in near for path in by_key[name]]
-    return list(dict.fromkeys(result))[:3]
+    if hint := peer_hint(place.path, raw, whole=True):
+        return hint
+    near = siblings(0.75) or by_key.get(key, [])
+    if not near and (hint := peer_hint(place.path, raw, whole=False)):
+        return hint
+    spelled = difflib.get_close_matches(key, sorted(by_key), n=1, cutoff=0.75)
+    near = near or siblings(0.5) or [path for name in spelled for path in by_key[name]]
+    near = list(dict.fromkeys(near))[:3]
+    return f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"

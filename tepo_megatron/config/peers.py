@@ -1,0 +1,335 @@
+"""Settings of other trainers, by the table in ``peers.yaml``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class PeerKey(NamedTuple):
+    """What a key of another trainer is here; see ``peers.yaml``."""
+
+    fields: tuple[str, ...]
+    values: Mapping[Any, Any] | None = None
+    unset: tuple[Any, ...] = ()
+    made: bool = False
+    note: str = ""
+    unless: tuple[Any, ...] = ()
+
+
+class Peer(NamedTuple):
+    title: str
+    reads: str
+    defaults: Mapping[str, Any]
+    keys: Mapping[str, PeerKey]
+
+
+@cache
+def peers() -> Mapping[str, Peer]:
+    text = files("tepo_megatron.config").joinpath("peers.yaml").read_text("utf-8")
+    return {
+        name: Peer(
+            raw["title"], raw.get("reads", ""), raw.get("defaults", {}), {key: _key(raw["keys"][key]) for key in raw["keys"]}
+        )
+        for name, raw in yaml.safe_load(text).items()
+    }
+
+
+def _key(raw: Any) -> PeerKey:
+    if isinstance(raw, str):
+        return PeerKey((raw,))
+    fields = (raw["to"],) if "to" in raw else tuple(raw.get("made") or raw.get("near") or ())
+    unset, unless = (tuple(raw.get(name, ())) for name in ("unset", "unless"))
+    return PeerKey(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless)
+
+
+def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
+    """Returns what an unknown key is here, or an empty text. ``whole``: the whole path must be a peer's."""
+    for name, peer in peers().items():
+        if isinstance(raw, Mapping) and (inner := [key for key in _flat(raw, f"{path}.") if key in peer.keys]):
+            return f"it is a section of {peer.title}, such as {inner[0]}: tepo config from-{name} FILE converts a file"
+        last = path.rpartition(".")[2]
+        for key, entry in peer.keys.items():
+            if key == path or (not whole and key.rpartition(".")[2] == last):
+                if entry.note:
+                    return f"{peer.title}'s {key} has no field here: {entry.note}"
+                return f"did you mean {' or '.join(entry.fields)}?"
+    return ""
+
+
+def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns settings by dotted name, and a sentence for each key without a counterpart. Raises ValueError."""
+    peer, left = peers()[name], list[str]()
+    given = _resolved(text, left)
+    read = {**peer.defaults, **{key: value for key, value in given.items() if value is not None}}
+    result: dict[str, Any] = {}
+    for key, value in read.items():
+        entry = peer.keys.get(key)
+        if entry is None or (entry.note and value not in entry.unless):
+            section = next((peer.keys[part] for part in _parents(key) if part in peer.keys), None)
+            why = (entry or section or PeerKey(())).note or "it is not in docs/reference/from-peers.md"
+            left += [f"{key} = {_show(value)}: {why}"] if key in given else []
+        elif not entry.made and not entry.note and value is not None and value not in entry.unset:
+            _put(result, key, entry, value, peer.defaults.get(key), left)
+    try:
+        made = {"trl": _trl, "verl": _verl, "nemo-rl": _nemo}[name](read, result, left)
+    except TypeError as error:
+        raise ValueError(f"a key that must be a number is not ({error}); correct the file") from error
+    result |= {field: value for field, value in made.items() if value is not None}
+    if "data.heldout" not in result:
+        left += ["nothing is evaluated: give data.heldout and evaluate.every"] if result.get("evaluate.every") else []
+        result["evaluate.every"] = 0
+    longest = sum(result.get(field, 0) for field in ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens"))
+    result["engine.micro_batch_tokens"] = max(result.get("engine.micro_batch_tokens", 4096), longest)
+    return {field: value for field, value in result.items() if value is not None}, left
+
+
+def _put(result: dict[str, Any], key: str, entry: PeerKey, value: Any, default: Any, left: list[str]) -> None:
+    (field,) = entry.fields
+    if entry.values is None:
+        result[field] = value[0] if isinstance(value, list) and len(value) == 1 and field.startswith("data.") else value
+    elif isinstance(value, str | bool | int | float) and value in entry.values:
+        result[field] = entry.values[value]
+    elif value not in (False, ""):
+        if default in entry.values:
+            result[field] = entry.values[default]
+        left.append(f"{key} = {_show(value)}: known are {', '.join(map(_show, entry.values))}")
+
+
+def _resolved(text: str, left: list[str]) -> dict[str, Any]:
+    """References to other keys are followed; what another resolver computes is left out."""
+    try:
+        whole, result = OmegaConf.create(text), dict[str, Any]()
+        raw = OmegaConf.to_container(whole)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, Mapping):
+        raise ValueError("the file has no settings; give the YAML that the other trainer reads")
+    for key, value in _flat(raw).items():
+        if isinstance(value, str) and "${" in value:
+            try:
+                if ":" in value:
+                    raise ValueError("it is computed; write the number")
+                value = OmegaConf.select(whole, key, throw_on_resolution_failure=True)
+            except (OmegaConfBaseException, ValueError) as error:
+                left.append(f"{key} = {_show(value)}: {' '.join(str(error).split())}")
+                continue
+        result[key] = value
+    return result
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return result
+
+
+def _parents(key: str) -> Iterator[str]:
+    while key := key.rpartition(".")[0]:
+        yield key
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _whole(value: float, what: str) -> int:
+    if value < 1 or value != int(value):
+        raise ValueError(f"{what} is {value:g}, and must be a whole number; change the file")
+    return int(value)
+
+
+def _machines(
+    nodes: int, gpus: int, split: tuple[int, int, int], placement: str, result: Mapping[str, Any], left: list[str]
+) -> dict[str, Any]:
+    """``split``: tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own."""
+    tp, pp, cp = split
+    served, train_nodes, rollout_nodes = int(result.get("rollout.server.tp", 1)), nodes, 0
+    if nodes > 1:
+        rollout_nodes, train_nodes = nodes // 2, nodes - nodes // 2
+        left.append(f"{nodes} nodes share trainer and servers there; here {train_nodes} train and {rollout_nodes} sample")
+    world = train_nodes * gpus
+    dp = _whole(world / (tp * pp * cp), f"{world} GPUs over tp × pp × cp = {tp} × {pp} × {cp}, the data-parallel size,")
+    shared = nodes == 1 and placement == "colocated"
+    count = (world if shared else rollout_nodes * gpus) // served
+    return {
+        "engine.platform": "cuda",
+        **{f"engine.parallel.{name}": size for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("dp", dp))},
+        "engine.parallel.sequence_parallel": tp > 1,
+        "optimizer.distributed": dp * cp > 1,
+        "cluster.train_nodes": train_nodes,
+        "cluster.rollout_nodes": rollout_nodes,
+        "cluster.gpus_per_node": gpus if nodes > 1 or shared else gpus + served,
+        "rollout.server.placement": "colocated" if shared else "local" if nodes == 1 else "external",
+        "rollout.server.registry": None if nodes == 1 else f"{result.get('output', 'out/run')}/servers",
+        "rollout.server.count": max(1, count),
+    }
+
+
+def _instead_of_fsdp(result: Mapping[str, Any], left: list[str]) -> tuple[int, int, int]:
+    tp = int(result.get("rollout.server.tp", 1))
+    left.append(f"FSDP divides weights over all ranks there; here engine.parallel.tp = {tp} does, as for the servers")
+    return tp, 1, 1
+
+
+def _loggers(names: Any, project: str) -> dict[str, Any]:
+    listed = [names] if isinstance(names, str) else list(names or ())
+    return {"log.tensorboard": "tensorboard" in listed, "log.wandb.project": project if "wandb" in listed else None}
+
+
+def _clip(result: Mapping[str, Any], low: float, high: float, dual: float | None) -> dict[str, Any]:
+    """``clip_weight``, of CISPO, bounds a weight by 1 + its ``high``."""
+    preset = result.get("objective.preset")
+    if preset == "cispo":
+        return {"objective.trust_region.high": high}
+    if preset in ("sapo", "gmpo", "kl_cov"):
+        return {}
+    return {"objective.trust_region.low": low, "objective.trust_region.high": high, "objective.trust_region.dual": dual}
+
+
+def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
+    update = read["per_device_train_batch_size"] * read["num_processes"] * read["gradient_accumulation_steps"]
+    generations = read.get("steps_per_generation") or read["gradient_accumulation_steps"]
+    drawn = read.get("generation_batch_size") or update // read["gradient_accumulation_steps"] * generations
+    updates = _whole(drawn / update, "generation_batch_size over an update's completions")
+    steps, epsilon = read.get("max_steps") or 0, read["epsilon"]
+    made: dict[str, Any] = {
+        "rollout.prompts_per_step": _whole(drawn / read["num_generations"], "completions of a step over num_generations"),
+        "train.minibatches": updates,
+        "train.steps": math.ceil(steps / updates) if steps > 0 else None,
+        "train.save_every": max(1, round(read["save_steps"] / updates)),
+        "evaluate.every": max(1, round(read["eval_steps"] / updates)) if read.get("eval_steps") else None,
+        "optimizer.betas": [read["adam_beta1"], read["adam_beta2"]],
+        **_machines(1, read["num_processes"], (1, 1, 1), result["rollout.server.placement"], result, left),
+        **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
+    }
+    if read.get("warmup_ratio") and steps > 0:
+        made["optimizer.warmup_steps"] = math.ceil(read["warmup_ratio"] * steps)
+    if result.get("objective.preset") == "dr_grpo":
+        made["objective.aggregation.constant"] = float(read["max_completion_length"])
+        made["objective.advantage.kind"] = result.get("objective.advantage.kind", "group")
+    if result.get("objective.preset") == "cispo":
+        made["objective.trust_region.high"] = (read.get("epsilon_high") or 5.0) - 1  # the largest weight there
+    if read.get("vllm_importance_sampling_correction", True):
+        level, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).split("_")
+        cap = float(read.get("vllm_importance_sampling_cap", 3.0))
+        bounds = {"cap": cap} if kind == "truncate" else {"low": 0.0, "high": cap}
+        made["objective.mismatch"] = {"kind": kind, "level": level, **bounds}
+    if read.get("use_peft"):
+        names = ("rank", "lora_r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("target_modules", "lora_target_modules")
+        made |= {"model.lora.rank": 16, "model.lora.alpha": 32.0}
+        made |= {f"model.lora.{ours}": read[theirs] for ours, theirs in names if theirs in read}
+    if "report_to" in read:
+        made |= _loggers(read["report_to"], read.get("project", "trl"))
+    return made | _reward(read.get("reward_funcs"), left)
+
+
+def _reward(names: Any, left: list[str]) -> dict[str, Any]:
+    listed = [names] if isinstance(names, str) else list(names or ())
+    left += [
+        f"reward_funcs: {name}: write it as a verifier, docs/guides/rewards.md" for name in listed if name != "accuracy_reward"
+    ]
+    return {"reward.verifier": "math"}
+
+
+def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
+    actor = {key.removeprefix(_ACTOR): value for key, value in read.items() if key.startswith(_ACTOR)}
+    batch, mini = read["data.train_batch_size"], actor["ppo_mini_batch_size"]
+    updates, steps = (
+        _whole(batch / mini, "data.train_batch_size over ppo_mini_batch_size"),
+        read.get("trainer.total_training_steps"),
+    )
+    split = tuple(
+        int(actor.get(f"megatron.{name}_parallel_size") or 1) for name in ("tensor_model", "pipeline_model", "context")
+    )
+    if actor.get("strategy") != "megatron":
+        split = _instead_of_fsdp(result, left)
+    low, high = actor.get("clip_ratio_low"), actor.get("clip_ratio_high")
+    usual, dual = actor["clip_ratio"], actor["clip_ratio_c"]
+    made = {
+        "train.minibatches": updates,
+        **_clip(result, usual if low is None else low, usual if high is None else high, dual),
+        **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, "colocated", result, left),  # type: ignore[arg-type]
+    }
+    warmup, ratio = actor.get("optim.lr_warmup_steps") or -1, actor.get("optim.lr_warmup_steps_ratio") or 0
+    if warmup <= 0 and steps:
+        warmup = math.ceil(ratio * steps)
+    if warmup > 0:
+        made["optimizer.warmup_steps"] = updates * warmup
+    if actor.get("use_kl_loss"):
+        kinds = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+        made["objective.kl.coefficient"] = actor.get("kl_loss_coef", 0.001)
+        made["objective.kl.estimator"] = kinds.get(str(actor.get("kl_loss_type", "low_var_kl")))
+    if actor.get("entropy_coeff"):
+        made["objective.entropy"] = {"kind": "fixed", "coefficient": actor["entropy_coeff"]}
+    if result.get("objective.aggregation.kind") == "constant":
+        made["objective.aggregation.constant"] = float(read["data.max_response_length"])
+    if read["algorithm.adv_estimator"] == "grpo" and read.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        made["objective.advantage.kind"] = "no_std"
+    if read.get("actor_rollout_ref.model.lora_rank"):
+        made["model.lora.alpha"] = read.get("actor_rollout_ref.model.lora_alpha", 16)
+    if "trainer.logger" in read:
+        made |= _loggers(read["trainer.logger"], read.get("trainer.project_name", "verl"))
+    custom = read.get("custom_reward_function.path")
+    made["reward.verifier"] = f"{custom}:{read.get('custom_reward_function.name') or 'compute_score'}" if custom else "math"
+    if custom:
+        left.append("custom_reward_function: its function must take (problem, response), docs/guides/rewards.md")
+    return made
+
+
+_ACTOR = "actor_rollout_ref.actor."
+
+
+def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
+    megatron = bool(read["policy.megatron_cfg.enabled"])
+    part = "policy.megatron_cfg." if megatron else "policy.dtensor_cfg."
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    names = sizes if megatron else ("tensor_parallel_size", "", "context_parallel_size")
+    split = tuple(int(read.get(f"{part}{name}") or 1) for name in names)
+    split = split if megatron or split[0] > 1 else _instead_of_fsdp(result, left)
+    drawn = read["grpo.num_prompts_per_step"] * read["grpo.num_generations_per_prompt"]
+    updates = _whole(drawn / read["policy.train_global_batch_size"], "a step's samples over policy.train_global_batch_size")
+    optimizer = "policy.megatron_cfg.optimizer." if megatron else "policy.optimizer.kwargs."
+    longest, new = read.get("policy.max_total_sequence_length"), read.get("policy.generation.max_new_tokens")
+    made: dict[str, Any] = {
+        "train.minibatches": updates,
+        "optimizer.lr": read.get(f"{optimizer}lr"),
+        "optimizer.weight_decay": read.get(f"{optimizer}weight_decay"),
+        "optimizer.betas": read.get(f"{optimizer}betas"),
+        "rollout.sampling.max_new_tokens": new,
+        "engine.recompute": "full" if read.get(f"{part}activation_checkpointing") else None,
+        "objective.advantage.kind": "leave_one_out" if read.get("grpo.use_leave_one_out_baseline") else "group",
+        "reward.verifier": "math",
+        **_machines(
+            read["cluster.num_nodes"],
+            read["cluster.gpus_per_node"],
+            split,  # type: ignore[arg-type]
+            result["rollout.server.placement"],
+            result,
+            left,
+        ),
+    }
+    if not read.get("grpo.normalize_rewards", True) and made["objective.advantage.kind"] == "group":
+        made["objective.advantage.kind"] = "no_std"
+    if megatron and (warmup := read.get("policy.megatron_cfg.scheduler.lr_warmup_iters")):
+        made["optimizer.warmup_steps"] = updates * warmup
+    if new is not None and longest is not None and new >= longest:  # prompts need room here
+        made["rollout.sampling.max_new_tokens"] = longest - min(
+            longest // 2, result.pop("data.max_prompt_tokens", None) or longest
+        )
+        made["data.max_prompt_tokens"] = longest - made["rollout.sampling.max_new_tokens"]
+        left.append(f"policy.generation.max_new_tokens = {new} is the whole context; here half of it is the prompt's")
+    if read.get("grpo.async_grpo.enabled"):
+        made["train.max_staleness"] = read.get("grpo.async_grpo.max_trajectory_age_steps", 1)
+    if read.get("logger.wandb_enabled"):
+        made["log.wandb.project"] = read.get("logger.wandb.project", "nemo-rl")
+    return made

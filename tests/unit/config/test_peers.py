@@ -1,0 +1,115 @@
+"""Configurations of TRL, verl and NeMo-RL, and single keys of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.config.peers import convert, peers
+from tepo_megatron.config.schema import schema_rows
+from tests.support.cli import invoke
+from tests.support.programs import run_python
+
+ROOT = Path(__file__).parents[3]
+FILES = Path(__file__).parent / "peers"
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "trl": {
+        "train.steps": 100,  # 400 updates, four a step
+        "rollout.prompts_per_step": 32,
+        "optimizer.warmup_steps": 20,
+        "train.save_every": 12,
+        "objective.trust_region.high": 0.28,
+        "objective.advantage.kind": "whitened",
+        "objective.mismatch.cap": 3.0,
+        "model.lora.rank": 32,
+        "objective.kl": None,
+    },
+    "verl": {
+        "train.minibatches": 4,
+        "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": 40,
+        "objective.aggregation.kind": "sequence_mean",
+        "objective.trust_region.dual": 10.0,
+        "objective.kl.estimator": "k3",
+        "engine.parallel.tp": 2,
+        "data.heldout": "data/gsm8k/test.parquet",
+        "rollout.server.count": 4,
+    },
+    "nemo-rl": {
+        "train.minibatches": 4,
+        "rollout.server.max_model_len": 4096,
+        "optimizer.lr": 5e-6,
+        "objective.advantage.kind": "leave_one_out",
+        "objective.trust_region.high": 0.28,
+        "cluster.rollout_nodes": 1,
+        "data.fields.answer": "output",
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_configuration_of_another_trainer_becomes_a_run_that_fits(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(invoke("config", f"from-{name}", FILES / f"{name}.yaml").stdout)
+    config = load_run(run)
+    for field, expected in EXPECTED[name].items():
+        value: Any = config
+        for part in field.split("."):
+            value = getattr(value, part)
+        assert value == expected, field
+    comments = [line for line in run.read_text().splitlines() if line.startswith("#")]
+    assert any("computed" in line or "rewards.md" in line or "critic" in line for line in comments)
+    invoke("plan", run)
+
+
+def test_every_field_that_the_table_names_is_one_and_the_page_is_the_tables() -> None:
+    known = {row.path for row in schema_rows()}
+    known |= {path[:end] for path in known for end, sign in enumerate(path) if sign == "."}
+    named = {field.removesuffix(".kind") for peer in peers().values() for entry in peer.keys.values() for field in entry.fields}
+    assert named <= known
+    assert sum(len(peer.keys) for peer in peers().values()) > 90
+    page = (ROOT / "docs/reference/from-peers.md").read_text()
+    assert run_python(ROOT / "scripts/peers_page.py").stdout == page
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.max_response_length=9", "did you mean rollout.sampling.max_new_tokens?"),
+        ("loss_type=grpo", "did you mean objective.preset?"),
+        ("per_device_train_batch_size=9", "did you mean rollout.prompts_per_step or train.minibatches?"),
+        ("train.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs has no field here: a step passes over its rollouts once"),
+        (
+            "grpo={num_prompts_per_step: 8}",
+            "it is a section of NeMo-RL, such as grpo.num_prompts_per_step: tepo config from-nemo-rl",
+        ),
+        ("actor_rollout_ref={rollout: {n: 8}}", "it is a section of verl"),
+        ("report_to=wandb", "did you mean log.tensorboard or log.wandb?"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_the_field(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(None, [override])
+    assert said in str(error.value)
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"completions of a step over num_generations is 0\.8"):
+        convert("trl", "{per_device_train_batch_size: 8, num_generations: 10}")
+    with pytest.raises(ValueError, match="the file has no settings"):
+        convert("verl", "- 1")
+    with pytest.raises(ValueError, match="a key that must be a number is not"):
+        convert("verl", "data: {train_batch_size: many}")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        convert("nemo-rl", "{")
+    assert any("num_iterations = 2: a step passes" in line for line in convert("trl", "num_iterations: 2")[1])
+    assert all(convert("trl", text)[0]["objective.preset"] == "dapo" for text in ("loss_type: new", "loss_type: null", "{}"))
+    assert convert("nemo-rl", "{}")[0]["objective.trust_region.high"] == 0.2
+    assert convert("trl", "loss_type: new")[1] == [
+        'loss_type = "new": known are '
+        + ", ".join(f'"{name}"' for name in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"))
+    ]
