@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from tepo_megatron.run.sampling.inputs import read_inputs
 from tepo_megatron.run.step.placement import Placement, is_colocated
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
-from tepo_megatron.runtime.machine import available_cores, this_machine
+from tepo_megatron.runtime.machine import available_cores, this_machine, variable
 from tepo_megatron.runtime.preemption import not_ignored, stop_signals
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
@@ -67,8 +66,8 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     """``stack`` closes what it opens. Every rank calls."""
     heartbeat = Heartbeat(
         config.output / "status",
-        int(os.environ.get("RANK", 0)),
-        int(os.environ.get("WORLD_SIZE", 1)),
+        variable("RANK", 0),
+        variable("WORLD_SIZE", 1),
         hang_timeout_s=config.train.hang_timeout_s,
         limits=_phase_limits(config),
     )
@@ -118,7 +117,7 @@ def _open_rank0(
 
 
 def _is_root() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
+    return variable("RANK", 0) == 0
 
 
 def _raise_failure(loop: Loop) -> None:

@@ -35,11 +35,11 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
     groups = list(_groups(proc, cgroups))
     free = [1024 * kib for kib in _numbers(proc / "meminfo", "MemAvailable:")]
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = variable("WORLD_SIZE", 1)
     return Machine(
         gpus=torch.cuda.device_count(),
         has_nccl=distributed.is_nccl_available(),
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+        local_ranks=variable("LOCAL_WORLD_SIZE", ranks),
         ranks=ranks,
         open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
         processes=min([_UNLIMITED, *_threads_left(proc), *(left for group in groups for left in _left(group, "pids"))]),
@@ -47,6 +47,16 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
         address_space=min(_limit(resource.RLIMIT_AS), _limit(resource.RLIMIT_DATA)),
         shared_memory=_free_shared_memory(),
     )
+
+
+def variable(name: str, default: int) -> int:
+    """A whole number of the environment. Raises ValueError for something else."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(
+            f"the environment variable {name} = {text[:60]!r} is no whole number; unset it, or let torchrun set it"
+        )
+    return int(text)
 
 
 def available_cores() -> list[int]:

@@ -20,6 +20,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch.overrides import TorchFunctionMode
 
 from tepo_megatron.config import EngineConfig, ParallelConfig, RunConfig
+from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.rendezvous import rank_store, share_gloo_thread
 from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
@@ -72,7 +73,7 @@ def select_platform(config: EngineConfig) -> Platform:
     if config.platform == "cpu" or not has_gpu:
         _install_cpu_patches()
         return Platform("cpu", torch.device("cpu"), "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", variable("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     return Platform("cuda", device, "nccl")
@@ -183,7 +184,7 @@ class Ranks:
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
     """Joins torchrun's world, or makes one. Every rank calls. Raises ValueError for another size."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = variable("WORLD_SIZE", 1)
     if world != config.world_size:
         raise ValueError(
             f"engine.parallel asks for tp {config.tp} × pp {config.pp} × cp {config.cp} × dp {config.dp} = "
@@ -194,7 +195,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
     if not dist.is_initialized():
         # torch exports HashStore without saying so
         store = rank_store(world, timeout) if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
-        rank = int(os.environ.get("RANK", 0))
+        rank = variable("RANK", 0)
         dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=timeout)
     ranks = split_world(config, timeout=timeout)
     with platform.megatron():

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tepo_megatron.config import Fp8Config, ModelConfig, OptimizerConfig, RunConfig
+from tepo_megatron.runtime.machine import variable
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import load_weights, optimizer_options, plain_weights
 from tepo_megatron.trainer.megatron.model.lora import Lora, build_lora
@@ -192,7 +193,7 @@ def _adapt_steps(adam: Any, config: OptimizerConfig, *, on_gpu: bool) -> None:
     if config.precision_aware:
         adam.step = partial(_step_in_parts, adam, adam.step)
     elif config.offload_fraction and on_gpu:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = len(os.sched_getaffinity(0)) // variable("LOCAL_WORLD_SIZE", 1)
         adam.step = partial(_step_with_threads, adam.step, max(1, cores))
 
 
