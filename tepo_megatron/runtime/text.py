@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _MOST_NESTED = 100
@@ -15,12 +15,16 @@ _MOST_NESTED = 100
 
 def text_fault(value: Any) -> str | None:
     """``value``: text, or JSON values with keys. Returns None for Unicode that is not nested too deeply."""
+    return _fault(value, _surrogate_in)
+
+
+def _fault(value: Any, fault_of: Callable[[str], str | None]) -> str | None:
     level = [value]
     for _ in range(_MOST_NESTED):
         for item in level:
-            if isinstance(item, str) and (fault := _surrogate_in(item)):
+            if isinstance(item, str) and (fault := fault_of(item)):
                 return fault
-        level = [inner for item in level for inner in _inside(item)]
+        level = list({id(inner): inner for item in level for inner in _inside(item)}.values())  # YAML may repeat a part
         if not level:
             return None
     return f"values nested deeper than {_MOST_NESTED} levels"
@@ -33,16 +37,32 @@ def check_text(value: Any, place: str) -> None:
         raise ValueError(f"{place} has {fault}; change it, or leave it out")
 
 
-def read_json(raw: bytes, what: str) -> Any:
-    """Raises ValueError, with ``what``, for no JSON, no Unicode, or values nested too deeply."""
+def parse_json(raw: bytes | str, what: object, kind: type = object) -> Any:
+    """Raises ValueError, with ``what``, for no JSON, values nested too deeply, or another ``kind``."""
     try:
         value = json.loads(raw)
     except RecursionError:
         raise ValueError(f"{what} has values nested deeper than {_MOST_NESTED} levels") from None
     except ValueError as error:
         raise ValueError(f"{what} is not JSON ({error})") from None
+    opening: tuple[Any, ...] = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
+    if sum(map(raw.count, opening)) > _MOST_NESTED and (fault := _fault(value, lambda _: None)):
+        raise ValueError(f"{what} has {fault}")
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} holds a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def read_json(raw: bytes, what: str) -> Any:
+    """As :func:`parse_json`; raises ValueError for no Unicode too."""
+    value = parse_json(raw, what)
     check_text(value, what)
     return value
+
+
+def is_key(text: str) -> bool:
+    """Returns whether HTTP's headers take it: visible ASCII characters alone."""
+    return bool(text) and all("!" <= item <= "~" for item in text)
 
 
 def valid_text(text: str) -> str:

@@ -25,7 +25,7 @@ from typing import IO, Any, Generic, Literal, NoReturn, TypeVar
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.runtime.supervise import sweep
-from tepo_megatron.runtime.text import echo
+from tepo_megatron.runtime.text import echo, parse_json
 from tepo_megatron.runtime.worker_child import WorkerLimits, running_time
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -73,12 +73,12 @@ class WorkerProcess:
             return
 
     def receive(self) -> list[Any]:
-        """Blocks until complete lines or a part arrive. Raises EOFError."""
+        """Blocks until complete lines or a part arrive. Raises EOFError, or ValueError for a line that is not JSON."""
         data = os.read(self.fileno(), 1 << 16)
         if not data:
             raise EOFError
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [parse_json(line, "its answer") for line in lines]
 
     def exit_status(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> str:
         try:
@@ -179,6 +179,8 @@ def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoRetur
 _START_TIMEOUT_S = 120.0
 """User code may import symbolic mathematics, which takes seconds."""
 
+_NO_ANSWER = "the {}'s process wrote something else than an answer to the trainer's pipe"
+
 _EXTRA_TIME_S = 2.0  # a concurrent worker ends late calls itself
 
 
@@ -267,6 +269,9 @@ class WorkerPool(ABC, Generic[W, C]):
     @abstractmethod
     def _answered(self, worker: W, call: C, answer: Any, seconds: float) -> None: ...
 
+    def _is_answer(self, call: C, answer: Any) -> bool:
+        return True
+
     @abstractmethod
     def _lost(self, worker: W, why: str, end: End) -> None:
         """Another worker has to take its calls; a new one has been started."""
@@ -311,12 +316,20 @@ class WorkerPool(ABC, Generic[W, C]):
         except EOFError:
             self._replace(worker, self._limits.ended(worker.process.exit_status()), "died")
             return
+        except ValueError:
+            replies = [None]
         for reply in replies:
-            if not worker.ready:
-                self._begin(worker, reply)
-                continue
-            number, answer, seconds, last = reply
-            call = next(call for call in worker.pending if call.number == number)
+            match reply:
+                case {} if not worker.ready and ("error" in reply or {"notice", "concurrent"} <= reply.keys()):
+                    self._begin(worker, reply)
+                    continue
+                case [int() as number, answer, int() | float() as seconds, bool() as last] if worker.ready:
+                    call = next((call for call in worker.pending if call.number == number), None)
+                case _:
+                    call = None
+            if call is None or not self._is_answer(call, answer):
+                self._replace(worker, _NO_ANSWER.format(self._limits.what), "died")
+                return
             worker.pending.remove(call)
             self._answered(worker, call, answer, seconds)
             if last:

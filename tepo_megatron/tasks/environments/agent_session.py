@@ -127,7 +127,7 @@ def _same(value: Any, ours: Any) -> bool:
         return ([value] if isinstance(value, str) else value) == ours
     if ours is None:  # top_k is off, which vLLM writes as 0 or -1
         return value in (0, -1)
-    return type(value) in (int, float) and math.isclose(value, ours, rel_tol=1e-9)
+    return type(value) in (int, float) and abs(value) < 2**53 and math.isclose(value, ours, rel_tol=1e-9)
 
 
 def _is_tool(item: Any) -> bool:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tepo_megatron.core.problem import is_reward
+from tepo_megatron.runtime.text import is_key
+
 Message = Mapping[str, Any]  # role (user, tool or system), content, and more keys for the chat template
 
 Observation = str | Sequence[int] | Sequence[Message] | None  # text (encoded without special tokens), ids, messages, or nothing
@@ -43,6 +46,49 @@ class EpisodeAnswer:
     lost: str | None = None
     suspect: bool = False
     seconds: float = 0.0
+
+    @classmethod
+    def read(cls, values: Any, episode: int | None = None) -> EpisodeAnswer:
+        """``values``: JSON of another process. An answer to ``episode`` (None: any) that is none fails it; raises ValueError
+        if its episode is unknown.
+        """
+        fault = "the environment's process answered with something else than a step"
+        match values:
+            case [int() as number, *_] if episode in (None, number):
+                pass
+            case _ if episode is None:
+                raise ValueError(fault)
+            case _:
+                return cls(episode, error=fault)
+        match values[1:]:
+            case [dict() as answer, None | str() as error, None | str() as lost, bool() as suspect, int() | float() as seconds]:
+                if error is not None or lost is not None or _is_step(answer):
+                    return cls(number, answer, error, lost, suspect, seconds)
+        return cls(number, error=fault)
+
+
+def _is_step(answer: Any) -> bool:
+    match answer:
+        case {"observation": observation, "reward": reward, "done": bool(), "tool_error": bool()}:
+            rewards = list(reward.values()) if isinstance(reward, dict) and reward else [reward]
+            if not all(type(item) in (int, float) and is_reward(item) for item in rewards):
+                return False
+        case _:
+            return False
+    match observation:
+        case None | ["text", str()]:
+            return True
+        case ["ids", [*ids]]:
+            return all(type(item) is int for item in ids)
+        case ["messages", [*messages]]:
+            return all(map(_is_message, messages))
+        case ["chat", {"messages": [*messages], "begins": bool(), "tools": None | list(), "max_tokens": None | int()}]:
+            return all(map(_is_message, messages))
+    return False
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
 class EnvironmentHost(Protocol):
@@ -101,7 +147,7 @@ def read_key(path: Path, setting: str = "environment.key_file", *, write: bool =
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
     try:
-        status, key = path.stat(), path.read_text(encoding="utf-8").strip()
+        status, key = path.stat(), path.read_text("utf-8", "replace").strip()
     except OSError as error:
         raise ValueError(
             f"{setting} = {path} cannot be read ({error.strerror}); 'tepo environment serve' writes it, and it must "
@@ -109,6 +155,6 @@ def read_key(path: Path, setting: str = "environment.key_file", *, write: bool =
         ) from error
     if stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.geteuid():
         raise ValueError(f"{setting} = {path} can be read by others than you; chmod 600 it, or remove it")
-    if not key:
-        raise ValueError(f"{setting} = {path} is empty; remove it, and another is written")
+    if not is_key(key):
+        raise ValueError(f"{setting} = {path} holds no key of visible ASCII characters; remove it, and another is written")
     return key

@@ -24,7 +24,7 @@ import httpx
 
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
-from tepo_megatron.runtime.text import read_json
+from tepo_megatron.runtime.text import parse_json, read_json
 from tepo_megatron.runtime.worker_child import running_time
 from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, Strangers, read_key
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
@@ -277,7 +277,7 @@ class RemoteEnvironments:
         assert config.key_file is not None, "the configuration asks for one"
         key = read_key(config.key_file)
         self._config, self._wanted = config, _shared_settings(config, sampling)
-        self._inbox: SimpleQueue[tuple[_RemoteServer, list[Any] | str]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[_RemoteServer, list[EpisodeAnswer] | str]] = SimpleQueue()
         self._home: dict[int, _RemoteServer] = {}
         self._answers: list[EpisodeAnswer] = []
         self._closed = threading.Event()
@@ -341,10 +341,14 @@ class RemoteEnvironments:
             raise ValueError(f"environment.servers: {url} has another key than environment.key_file = {self._config.key_file}")
         if reply.is_error:
             raise ValueError(f"environment.servers: {url}: {reply.text[:500]}")
-        result = reply.json()
-        server.session = result["session"]
-        self.notice = self.notice or result["notice"]
-        return server
+        try:
+            match parse_json(reply.content, "the answer"):
+                case {"session": str() as session, "notice": None | str() as notice} if session.isalnum() and session.isascii():
+                    server.session, self.notice = session, self.notice or notice
+                    return server
+            raise ValueError(f"the answer is no session: {reply.text[:60]!r}")
+        except ValueError as error:
+            raise RuntimeError(f"environment.servers: {url} is no environment server: {error}; correct the address") from error
 
     def _least_busy(self) -> _RemoteServer:
         alive = [server for server in self._servers if not server.gone]
@@ -353,13 +357,12 @@ class RemoteEnvironments:
             raise RuntimeError(f"no environment server is left: {gone}; start them again (tepo environment serve)")
         return min(alive, key=lambda server: len(server.episodes))
 
-    def _take_answers(self, server: _RemoteServer, answers: list[Any] | str) -> None:
+    def _take_answers(self, server: _RemoteServer, answers: list[EpisodeAnswer] | str) -> None:
         if isinstance(answers, str):
             server.gone = server.gone or answers
             lost = f"{server.url} does not answer: {answers}"
-            answers = [[episode, {}, None, lost] for episode in sorted(server.episodes)]
-        for values in answers:
-            answer = EpisodeAnswer(*values)
+            answers = [EpisodeAnswer(episode, lost=lost) for episode in sorted(server.episodes)]
+        for answer in answers:
             if self._home.get(answer.episode) is server:
                 server.owed.discard(answer.episode)
                 if answer.lost is not None:
@@ -381,15 +384,18 @@ class RemoteEnvironments:
             answers = self._post(server, f"{_SESSIONS}/{server.session}/answers", {"wait_s": _WAIT_S})
             if answers is None:
                 return
-            if answers:
-                self._inbox.put((server, answers))
+            try:
+                self._inbox.put((server, [EpisodeAnswer.read(values) for values in answers]))
+            except (TypeError, ValueError):
+                self._inbox.put((server, f"it answered with something else: {str(answers)[:60]}"))
+                return
 
     def _post(self, server: _RemoteServer, path: str, body: Any) -> Any:
         try:
             # Not json=, which refuses what a data file may have, such as NaN.
             reply = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
             reply.raise_for_status()
-            return reply.json()
+            return parse_json(reply.content, "the answer")
         except (httpx.HTTPError, RuntimeError, ValueError) as error:  # RuntimeError: the client was closed
             if not self._closed.is_set():
                 self._inbox.put((server, " ".join(str(error).split()) or type(error).__name__))

@@ -119,9 +119,9 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
             self.call(episode, call)
 
     def _answered(self, worker: _Worker, call: _Call, answer: dict[str, Any], seconds: float) -> None:
-        error = answer.pop("error", None)
         if call.awaited:
-            self._answers.append(EpisodeAnswer(call.episode, answer, error, seconds=seconds))
+            error = answer.pop("error", None) if isinstance(answer, dict) else None
+            self._answers.append(EpisodeAnswer.read([call.episode, answer, error, None, False, seconds], call.episode))
         elif worker.alone:
             self._give_room()
 

@@ -147,6 +147,9 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
             self._answered(worker, suspects[0], [(None, why)] * len(suspects[0].keys), 0.0)
         self._queue.put_back(worker.pending)
 
+    def _is_answer(self, call: _Job, answer: Any) -> bool:
+        return isinstance(answer, list) and len(answer) == len(call.keys) and all(map(_is_outcome, answer))
+
     def _answered(self, worker: Worker[_Job], job: _Job, outcomes: Sequence[ScoreOutcome], seconds: float) -> None:
         if job.dropped:
             return
@@ -171,6 +174,17 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
     def _failed(self, job: _Job, cause: str | None, seconds: float) -> RewardResult:
         error = valid_text(f"problem {job.problem.id!r}: {cause}")
         return RewardResult(self._config.failed_reward, error, seconds=seconds)
+
+
+def _is_outcome(item: Any) -> bool:
+    match item:
+        case [None, str()]:
+            return True
+        case [dict() as parts, None] if parts:
+            return all(type(part) is float for part in parts.values())
+        case [float(), None]:
+            return True
+    return False
 
 
 def weigh(
