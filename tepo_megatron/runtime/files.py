@@ -1,17 +1,25 @@
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.runtime.text import parse_json, valid_text
+
 Failed = Callable[[Path, OSError], None]
 
 
 def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
+
+
+def is_file_name(name: object) -> bool:
+    """Returns whether a file beside the one that names it may have this name."""
+    if not isinstance(name, str) or "\0" in name or valid_text(name) != name:
+        return False
+    return name == Path(name).name != ".." and 0 < len(name.encode()) < 256
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
@@ -91,10 +99,10 @@ def parse_samples(
     expected = "an object with an integer 'step'" if numbered else "an object"
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line, "it")
+        except ValueError as error:
             raise ValueError(f"{path}:{number}: not a {what}: {error}; remove the line") from error
-        if not isinstance(row, dict) or (numbered and not isinstance(row.get("step"), int)):
+        if not isinstance(row, dict) or (numbered and type(row.get("step")) is not int):
             raise ValueError(f"{path}:{number}: not a {what}: {expected} was expected; remove the line")
         yield row
 

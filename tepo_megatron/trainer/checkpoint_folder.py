@@ -5,13 +5,13 @@ No run resumes from ``.partial``, ``.damaged``, or ``.abandoned`` (later than th
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest, DamagedCheckpoint
 
 _LEFTOVERS = ("partial", "damaged", "abandoned")
@@ -49,7 +49,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     problems = [*manifest.wrong_files().values()] or list(filter(None, [manifest.wrong_content(STATE)]))
     if problems:
         raise DamagedCheckpoint(folder, problems)
-    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    try:
+        state: dict[str, Any] = parse_json((folder / STATE).read_bytes(), STATE)
+    except ValueError as error:
+        raise DamagedCheckpoint(folder, [str(error)]) from None
     if problems := _wrong_state(state, manifest.step):
         raise DamagedCheckpoint(folder, problems)
     return state
@@ -57,7 +60,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def _read_first_format(folder: Path) -> dict[str, Any]:
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = parse_json((folder / STATE).read_bytes(), STATE)
     except OSError:
         raise DamagedCheckpoint(folder, ["it has neither manifest.json nor state.json"]) from None
     except ValueError:
@@ -79,6 +82,10 @@ def _wrong_state(state: Any, step: int | None, keys: Iterable[str] = _STATE_KEYS
         for key in keys
         if key in state and (type(state[key]) is not _STATE_KEYS[key] or (_STATE_KEYS[key] is int and state[key] < 0))
     ]
+    identity = state.get("identity", {"architecture": {}, "config": {}, "versions": {}})
+    parts = {"plugins": {}, **identity} if isinstance(identity, dict) else {}
+    if not all(isinstance(parts.get(name), dict) for name in ("architecture", "config", "versions", "plugins")):
+        problems.append(f"{STATE}: identity is not a run's")
     if not problems and step is not None and state["step"] != step:
         problems.append(f"{STATE} is of step {state['step']}")
     return problems

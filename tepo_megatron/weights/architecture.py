@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tepo_megatron.runtime.text import parse_json
 
 
 @dataclass(frozen=True)
@@ -268,11 +269,9 @@ def read_model_spec(folder: Path) -> ModelSpec:
     """Raises ValueError for a bad ``config.json`` and unsupported architectures and features."""
     path = folder / "config.json"
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw: dict[str, Any] = parse_json(path.read_bytes(), path, dict)
     except FileNotFoundError:
         raise ValueError(f"model.path {folder} has no config.json; give a Hugging Face model folder") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg}); the model folder is damaged") from None
     return model_spec(raw, str(path))
 
 
@@ -284,16 +283,24 @@ TOKENIZER_FILES = (
 
 def generation_end_ids(folder: Path) -> list[int]:
     """Nothing else of ``generation_config.json`` is used. Raises ValueError."""
-    ids = read_object(folder / "generation_config.json").get("eos_token_id")
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    return end_ids(folder / "generation_config.json")
+
+
+def end_ids(path: Path) -> list[int]:
+    """``eos_token_id`` of a file. Raises ValueError unless it is an id, several, or missing."""
+    ids = read_object(path).get("eos_token_id")
+    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
+        raise ValueError(
+            f"{path}: eos_token_id = {repr(ids)[:60]} is no token id, nor a list of them; the model folder is damaged"
+        )
+    return listed
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Returns {} if there is no file, or no object in it. Raises ValueError if it is not JSON."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        value = parse_json(path.read_bytes(), path.name) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is damaged, copy it again: {error}") from error
     return value if isinstance(value, dict) else {}
@@ -301,13 +308,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     """``where`` names ``raw``, a parsed ``config.json``, in errors."""
-    architecture = (raw.get("architectures") or ["<none>"])[0]
+    named = raw.get("architectures") or ["<none>"]
+    architecture = str(named[0])[:60] if isinstance(named, list) else str(named)[:60]
     family = FAMILIES.get(architecture)
     if family is None:
         raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(FAMILIES)}")
     raw = {**family.defaults, **raw}
-    _refuse_unsupported(raw, family, where)
     try:
+        _refuse_unsupported(raw, family, where)
         heads = _size(raw, "num_attention_heads", where)
         rope = {**raw, **(raw.get("rope_parameters") or {})}
         rope_theta, rope_scaling = _rope(raw, where)
@@ -320,20 +328,24 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
             head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_without_nulls(raw)}, "head_dim", where),
             ffn_size=_size(raw, family.ffn_size, where),
             vocab_size=_size(raw, "vocab_size", where),
-            tied_embeddings=raw.get("tie_word_embeddings", False),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            norm_eps=_number(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            max_positions=raw.get("max_position_embeddings", 2048),
+            max_positions=_size({"max_position_embeddings": 2048, **raw}, "max_position_embeddings", where),
             qkv_bias=_feature(raw, family.qkv_bias),
             qk_norm=_feature(raw, family.qk_norm),
             experts=_experts(raw, family, where) if family.experts else None,
-            rotary_fraction=float(rope.get("partial_rotary_factor", rotary)) if (rotary := family.rotary_fraction) else 1.0,
+            rotary_fraction=_number(rope.get("partial_rotary_factor", family.rotary_fraction), "partial_rotary_factor", where)
+            if family.rotary_fraction
+            else 1.0,
             dense_layers=raw["first_k_dense_replace"] if family.shared else 0,
             dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
         )
     except KeyError as error:
         raise ValueError(f"{where} lacks {error}; the model folder is damaged") from None
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{where} has a value of another kind ({error}); the model folder is damaged") from None
     _check_sizes(spec, where)
     return spec
 
@@ -344,9 +356,15 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
     value = raw[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where}: {key} = {value!r} is no positive whole number; the model folder is damaged")
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ValueError(f"{where}: {key} = {repr(value)[:60]} is no positive whole number; the model folder is damaged")
     return value
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < 1e15:  # NaN too
+        raise ValueError(f"{where}: {key} = {repr(value)[:60]} is no positive number; the model folder is damaged")
+    return float(value)
 
 
 def _feature(raw: Mapping[str, Any], feature: bool | str) -> bool:
@@ -369,7 +387,14 @@ def _experts(raw: Mapping[str, Any], family: _Family, where: str) -> Experts:
     if not family.shared:
         return Experts(count, per_token, renormalize=bool(raw["norm_topk_prob"]))
     shared = _size(raw, "n_shared_experts", where) * _size(raw, "moe_intermediate_size", where)
-    return Experts(count, per_token, True, biased=True, scale=float(raw["routed_scaling_factor"]), shared_ffn_size=shared)
+    return Experts(
+        count,
+        per_token,
+        True,
+        biased=True,
+        scale=_number(raw["routed_scaling_factor"], "routed_scaling_factor", where),
+        shared_ffn_size=shared,
+    )
 
 
 def _check_sizes(spec: ModelSpec, where: str) -> None:
@@ -406,11 +431,11 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: _Family, where: str) -> 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
     parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
-    theta = float(parameters.get("rope_theta", 10000.0))
+    theta = _number(parameters.get("rope_theta", 10000.0), "rope_theta", where)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
     constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(parameters.get(key) != value for key, value in constants.items()):
         raise ValueError(f"{where}: rope scaling {parameters} is not supported; known: default, llama3 with {constants}")
-    return theta, RopeScaling(factor=float(parameters["factor"]))
+    return theta, RopeScaling(factor=_number(parameters["factor"], "rope scaling's factor", where))

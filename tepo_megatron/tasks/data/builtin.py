@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.runtime.user_code import unknown
+from tepo_megatron.weights.storage.manifest import read_weight_map
 
 _BUILTIN = "builtin:"
 
@@ -35,8 +35,8 @@ def _builtin_folder(name: str) -> Path:
 def _faults(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield "it has no config.json"
-    elif not isinstance(_read_json(folder / "config.json"), dict):
-        yield "its config.json is damaged (not a JSON object)"
+    else:
+        yield from _damage(folder / "config.json", lambda path: parse_json(path.read_bytes(), "it", dict))
     yield from _weight_faults(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.model", "tokenizer.json", "vocab.json")):
         yield "it has no tokenizer (tokenizer.model or tokenizer.json)"
@@ -48,12 +48,10 @@ def _weight_faults(folder: Path) -> Iterator[str]:
     index = folder / "model.safetensors.index.json"
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if index.is_file():
-        content = _read_json(index)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict):
-            yield f"its {index.name} is damaged (no weight_map)"
+        if damage := list(_damage(index, read_weight_map)):
+            yield from damage
             return
-        needed = sorted(set(weight_map.values()))
+        needed = sorted(set(read_weight_map(index).values()))
         if missing := [name for name in needed if name not in names]:
             yield f"{len(missing)} of {len(needed)} weight files are missing ({', '.join(missing[:3])})"
             return
@@ -68,8 +66,8 @@ def _weight_faults(folder: Path) -> Iterator[str]:
             yield f"its {name} is damaged ({error})"
 
 
-def _read_json(path: Path) -> Any:
+def _damage(path: Path, read: Callable[[Path], object]) -> Iterator[str]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None
+        read(path)
+    except ValueError as error:
+        yield f"its {path.name} is damaged ({error})"

@@ -13,6 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+from tepo_megatron.runtime.files import is_file_name
+from tepo_megatron.runtime.text import parse_json
+
 _Format = Literal["json", "list", "csv", "parquet", "arrow"]
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
 _SUFFIXES: Mapping[str, _Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
@@ -65,9 +68,9 @@ class DataFiles:
         """Empty if the data are not split. Raises ValueError without data."""
         if (path / "dataset_dict.json").is_file():
             splits = _json(path / "dataset_dict.json").get("splits")
-            if not isinstance(splits, list) or not splits:
+            if not isinstance(splits, list) or not splits or not all(map(is_file_name, splits)):
                 raise ValueError(f"{path / 'dataset_dict.json'} names no split; save the data set again")
-            return [str(name) for name in splits]
+            return splits
         return [] if path.is_file() or (path / "state.json").is_file() else list(_files_by_split(path)[1])
 
     def rows(self) -> Iterator[DataRow]:
@@ -187,11 +190,13 @@ def _plain(value: Any) -> Any:
 def _saved(folder: Path) -> DataFiles:
     state = _json(folder / "state.json")
     listed = state.get("_data_files")
-    if not isinstance(listed, list) or not all(isinstance(item, dict) and "filename" in item for item in listed):
+    if not isinstance(listed, list) or not all(
+        isinstance(item, dict) and is_file_name(item.get("filename")) for item in listed
+    ):
         raise ValueError(f"{folder / 'state.json'} names no data files; save the data set again")
     if state.get("_indices_data_files"):
         raise ValueError(f"the data set {folder} was saved with an index over its rows; save it again with flatten_indices()")
-    paths = tuple(folder / str(item["filename"]) for item in listed)
+    paths = tuple(folder / item["filename"] for item in listed)
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None or not paths:
         raise ValueError(f"the data set {folder} is not whole: {missing or 'a data file'} is missing; copy it again")
@@ -226,9 +231,6 @@ def _format_of(path: Path) -> _Format:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), "it", dict)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is no JSON object; save the data set again")
-    return value
+        raise ValueError(f"{path} cannot be read: {error}; save the data set again") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.runtime.text import check_text
-from tepo_megatron.weights.architecture import generation_end_ids, read_object
+from tepo_megatron.weights.architecture import end_ids, generation_end_ids, read_object
 
 UNKNOWN_TEXT = "\ufffd"  # visible: without it 9<unk>5 would read as the right answer
 
@@ -124,7 +124,7 @@ class Tokenizer(ABC):
         """Raises ValueError for ids beyond the model's vocabulary, or no common end token."""
         path = self._folder / "config.json"
         config = read_object(path)
-        rows, ends = config.get("vocab_size"), config.get("eos_token_id")
+        rows, expected = config.get("vocab_size"), end_ids(path)
         if not isinstance(rows, int):
             raise ValueError(f"{path} says vocab_size = {rows!r}; it must be a number")
         needed = max(self.vocab_size, max(self.eos_ids) + 1)
@@ -133,7 +133,6 @@ class Tokenizer(ABC):
                 f"the tokenizer has {needed} ids, the model only {rows} rows (vocab_size in config.json): they belong to "
                 "different models; copy the model's own tokenizer into its folder"
             )
-        expected = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         if expected and not set(expected) & set(self.eos_ids):
             raise ValueError(
                 f"the tokenizer ends a response with token {' or '.join(map(str, self.eos_ids))}, the model's config.json with "

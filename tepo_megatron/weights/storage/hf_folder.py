@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import StoredWeights, open_safetensors, tensor_batches
@@ -194,10 +195,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"model.lora.path = {folder} has no {_PEFT_CONFIG} and {_PEFT_WEIGHTS}; give a folder that PEFT has saved"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
-        return config
+        return parse_json(path.read_bytes(), path.name, dict)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); save or copy the adapters again") from None
 

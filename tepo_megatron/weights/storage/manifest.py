@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.runtime.files import is_file_name, write_atomically
+from tepo_megatron.runtime.text import parse_json, read_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2  # format 1 has no manifest
@@ -36,6 +37,10 @@ class DamagedCheckpoint(ValueError):  # noqa: N818
 class FileRecord:
     bytes: int
     sha256: str
+
+    @property
+    def is_whole(self) -> bool:
+        return type(self.bytes) is int and isinstance(self.sha256, str)
 
     @classmethod
     def write(cls, path: Path, text: str) -> FileRecord:
@@ -60,17 +65,21 @@ class CheckpointManifest:
     def read(cls, folder: Path) -> CheckpointManifest:
         """Raises DamagedCheckpoint."""
         try:
-            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            content = parse_json((folder / MANIFEST).read_bytes(), MANIFEST, dict)
             digest = content.pop("sha256")
             if digest != _content_digest(content):
                 raise DamagedCheckpoint(folder, [f"{MANIFEST} was changed since it was written"])
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             manifest = cls(folder, content["step"], files)
+            if type(manifest.step) is not int or STATE not in files or not all(record.is_whole for record in files.values()):
+                raise TypeError("values of another kind")
+        except DamagedCheckpoint:
+            raise
         except FileNotFoundError:
             raise DamagedCheckpoint(folder, [f"{MANIFEST} is missing"]) from None
         except OSError as error:
             raise DamagedCheckpoint(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
+        except (ValueError, AttributeError, KeyError, TypeError):
             raise DamagedCheckpoint(folder, [f"{MANIFEST} is not what was written"]) from None
         folder_step = re.fullmatch(r"step_(\d+)", folder.name)
         if folder_step and int(folder_step[1]) != manifest.step:
@@ -101,7 +110,7 @@ class CheckpointManifest:
         for name, record in self.files.items():
             try:
                 size = (self.folder / name).stat().st_size
-            except OSError:
+            except (OSError, ValueError):  # no name of a file either
                 problems[name] = f"{name} is missing"
                 continue
             if size != record.bytes:
@@ -167,7 +176,16 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    return [folder / name for name in sorted(set(read_weight_map(index).values()))]
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file's name. Raises ValueError for a damaged index."""
+    content = read_json(index.read_bytes(), str(index))
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
+        raise ValueError(f"{index} names no files beside it as weight_map; export or download the model again")
+    return names
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -177,6 +195,14 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             length = int.from_bytes(file.read(8), "little")
             if length > path.stat().st_size:
                 raise ValueError("it has no header")
-            return json.loads(file.read(length)), 8 + length
+            header = read_json(file.read(length), "its header")
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    if not 0 <= begin <= end or {"dtype", "shape"} - entry.keys():
+                        raise ValueError(f"its header names {name!r} without a place")
+            return header, 8 + length
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged (its header: {error!r}); copy or download it again") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); copy or download it again") from error

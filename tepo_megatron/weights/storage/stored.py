@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.storage.manifest import FileRecord
+from tepo_megatron.weights.storage.manifest import FileRecord, read_weight_map
 
 T = TypeVar("T")
 
@@ -159,13 +159,8 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
                 "checkpoint (step_XXXXXX)"
             )
         return dict.fromkeys(names)
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {
-            name: {tensor for tensor, file in weight_map.items() if file == name} for name in sorted(set(weight_map.values()))
-        }
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged ({error}); export or download the model again") from None
+    weight_map = read_weight_map(index)
+    return {name: {tensor for tensor, file in weight_map.items() if file == name} for name in sorted(set(weight_map.values()))}
 
 
 def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> _StoredBox:
@@ -181,7 +176,7 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
             yield handle
     except FileNotFoundError:
         raise ValueError(f"{path} is named by the index but is not there; the model folder is incomplete") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); copy or download it again") from None
 
 
