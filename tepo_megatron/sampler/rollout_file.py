@@ -168,16 +168,20 @@ def read_record(folder: Path, step: int) -> Record:
     rest = {key: value for key, value in head.items() if key != "sha256"}
     if head["format"] != 1 and head.get("sha256") != _digest(rest, text.partition("\n")[2].encode()):
         raise ValueError(f"{path}, line 1: the file was changed or damaged after it was written; record the step again")
-    return Record(rollouts, drawn_by=str(head.get("drawn_by", "")), failed_rewards=int(head.get("failed_rewards", 0)))
+    return Record(rollouts, drawn_by=str(head.get("drawn_by", "")), failed_rewards=head.get("failed_rewards", 0))
 
 
 def _head(path: Path, lines: Sequence[str], step: int) -> dict[str, Any]:
     head = None
     with suppress(ValueError, IndexError):
         head = json.loads(lines[0])
-    if not isinstance(head, dict) or head.get("format") not in _FORMATS or head.get("step") != step:
+    if not isinstance(head, dict) or head.get("format") not in _FORMATS or head.get("step") != step or not _is_counted(head):
         raise ValueError(f"{path}, line 1: not the head of a record of step {step} in format {FORMAT}")
     return head
+
+
+def _is_counted(head: dict[str, Any]) -> bool:
+    return type(head.get("rollouts")) is int and type(head.get("failed_rewards", 0)) is int
 
 
 def _digest(head: dict[str, Any], body: bytes) -> str:

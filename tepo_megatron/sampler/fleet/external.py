@@ -19,6 +19,7 @@ import psutil
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.runtime.text import is_key, parse_json
 from tepo_megatron.sampler.vllm.server import is_healthy, make_servers
 
 _KEY = "key"
@@ -39,9 +40,19 @@ class RegistryEntry:
         write_atomically(self._path.with_suffix(".json"), json.dumps({"url": url, "life": life}))
 
     def registered(self) -> _Registration | None:
-        with suppress(FileNotFoundError):
-            return _Registration(**json.loads(self._path.with_suffix(".json").read_text()))
-        return None
+        """Raises RuntimeError for another file than ``tepo serve`` writes."""
+        path = self._path.with_suffix(".json")
+        try:
+            values = parse_json(path.read_bytes(), path, dict)
+            registration = _Registration(str(values.get("url")), str(values.get("life")))
+            parts = urlsplit(registration.url)
+            if parts.scheme != "http" or not parts.hostname or not parts.port or not registration.life.isalnum():
+                raise ValueError("it lacks a server's url and life")
+            return registration
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RuntimeError(f"{path} is damaged ({error}); remove it, and start 'tepo serve' on its node again") from error
 
     def claim(self, life: str) -> bool:
         """Returns False if another trainer has this life: the server may hold its weights."""
@@ -78,7 +89,9 @@ def shared_key(folder: Path) -> str:
                 os.link(draft, path)  # of several that try at once, one wins
             draft.unlink()
         _check_private(path, stat.S_IRWXG | stat.S_IRWXO, "open it: they could change the weights of this run's servers")
-        return path.read_text()
+        if not is_key(key := path.read_text("utf-8", "replace")):
+            raise RuntimeError(f"{path} holds no key; remove it, and the next start writes another")
+        return key
     except OSError as error:
         raise RuntimeError(
             f"the key of the rollout servers cannot be written to {folder} ({error.strerror}); "

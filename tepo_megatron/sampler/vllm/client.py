@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import CacheReading
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
@@ -272,9 +273,9 @@ class Client:
             reply = self._http.post(path, json=body, timeout=timeout or self._http.timeout, extensions=self._traced)
         self._check_status(path, reply)
         try:
-            return reply.json() if reply.content else {}
+            return parse_json(reply.content, "the answer", dict) if reply.content else {}
         except ValueError as error:
-            what = f"POST {self.url}{path}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}"
+            what = f"POST {self.url}{path}: status {reply.status_code}, but {error}: {reply.text[:200]!r}"
             raise ServerFault(what, url=self.url) from error
 
     def _stream(self, path: str, body: dict[str, Any]) -> Generator[bytes, None, None]:
@@ -372,7 +373,7 @@ class ProgressWatch:
 
 def _message(reply: httpx.Response) -> str:
     try:
-        content = reply.json()
+        content = parse_json(reply.content, "it")
     except ValueError:
         return reply.text[:500] or "no explanation"
     error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.text import parse_json
 
 _PROMPT = """Question:
 {prompt}
@@ -128,7 +129,7 @@ class Judge:
 
     def _read(self, question: str, answer: httpx.Response) -> str:
         try:
-            reply = answer.json()["choices"][0]["message"]["content"]
+            reply = parse_json(answer.content, "it")["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
