@@ -4,8 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import GenerateJsonSchema
+
+from tepo_megatron.runtime.text import check_text
 
 LARGEST_INTEGER = 2**31 - 1
 
@@ -20,6 +23,18 @@ def check_known(names: Iterable[str], known: Sequence[str], what: str, form: str
     for name in names:
         if name not in known and not _USER_FUNCTION.fullmatch(name):
             raise ValueError(f"{name!r} is no {what}; known: {', '.join(known)}, or your own {form} as {_FUNCTION_FORM}")
+
+
+def read_yaml(path: Path, raw: bytes | None = None) -> Any:
+    """``raw``: the file's bytes, if they were read. Raises ValueError if it cannot be read or is no YAML."""
+    try:
+        value = yaml.safe_load((path.read_bytes() if raw is None else raw).decode())
+        check_text(value, "it")
+        return value
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:  # a value such as !!timestamp 1 too
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _parse(parser: Callable[[], DictConfig | ListConfig]) -> Any:
         _check_texts(parsed)
     except OmegaConfBaseException:
         raise
-    except (ValueError, AttributeError) as error:  # text like a number or a time, such as 0x_ or !!timestamp 1
+    except (ValueError, AttributeError, IndexError) as error:  # text like a number or a time, such as 0x_ or !!timestamp 1
         raise yaml.YAMLError(f"a value cannot be read: {error}") from error
     except RecursionError as error:
         raise yaml.YAMLError("sections or lists are nested too deeply") from error

@@ -62,7 +62,12 @@ class MetricsWriter(LogFile):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
-    return read_rows(path, "row of metrics")[0]
+    rows = read_rows(path, "row of metrics")[0]
+    for number, row in enumerate(rows, start=1):
+        for name, value in row.items():
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(f"{path}:{number}: not a row of metrics: {name[:60]!r} is no number; remove the line")
+    return rows
 
 
 def read_rows(path: Path, what: str) -> tuple[list[dict[str, Any]], bool]:

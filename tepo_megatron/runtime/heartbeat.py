@@ -61,12 +61,21 @@ class RankRecord:
     def _read(cls, path: Path) -> RankRecord | None:
         for _ in range(3):
             try:
-                return cls(**json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, TypeError):  # gone, of another version
+                record = cls(**json.loads(path.read_text(encoding="utf-8")))
+                return record if record._is_sound() else None
+            except (OSError, TypeError, RecursionError):  # gone, of another version
                 return None
             except ValueError:  # being written at this moment
                 time.sleep(0.02)
         return None
+
+    def _is_sound(self) -> bool:
+        for name, usual in vars(RankRecord(0, 1)).items():
+            value = getattr(self, name)
+            is_number = type(value) in (int, type(usual)) and isinstance(usual, int | float) and abs(value) < 2**53
+            if not (is_number or (isinstance(value, type(usual)) and not isinstance(value, int | float))):
+                return False
+        return True
 
 
 def _stacks_path(folder: Path, rank: int) -> Path:

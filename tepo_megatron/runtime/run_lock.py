@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.proc import PROC, Process, boot_id
+from tepo_megatron.runtime.text import parse_json
 
 FILE = "run.lock"
 _RENEW_EVERY_S = 15.0
@@ -50,7 +52,7 @@ class _Holder:
             kernel=boot_id(),
             born=Process.start_time(os.getpid()),
             job=os.environ.get("SLURM_JOB_ID", ""),
-            life=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            life=variable("SLURM_RESTART_COUNT", 0),
             token=secrets.token_hex(8),
         )
 
@@ -195,7 +197,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _parse(text: bytes) -> _Holder | None:
     try:
-        return _Holder(**json.loads(text))
+        return _Holder(**parse_json(text, "it", dict))
     except (ValueError, TypeError):
         return None
 

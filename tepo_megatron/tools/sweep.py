@@ -24,11 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Section, read_yaml
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
@@ -130,12 +129,7 @@ class SweepRun:
 
 def read_sweep(path: Path) -> SweepFile:
     """Raises ValueError with a sentence for each mistake."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    document = read_yaml(path)
     if not isinstance(document, Mapping):
         raise ValueError(f"{path}: a sweep has keys such as run, axes and seeds (docs/reference/sweeps.md)")
     try:

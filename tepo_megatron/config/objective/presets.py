@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tepo_megatron.config.base import read_yaml
+
 LARGEST_FILE = 2**20  # bytes; a configuration has a few thousand
 
 
@@ -59,12 +61,10 @@ def _read_preset(name: str) -> Preset:
     path, where = Path(name).expanduser().absolute(), f"objective.preset = {name}"
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST_FILE).decode()
-        raw = yaml.safe_load(text)
+            data = file.read(LARGEST_FILE)
     except OSError as error:
         raise ValueError(f"{where}: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    raw = read_yaml(path, data)
     if not isinstance(raw, Mapping) or not all(isinstance(key, str) for key in raw):
         raise ValueError(f"{where}: a preset's file has the keys of an objective section, such as 'trust_region:'")
     if isinstance(raw.get("objective"), Mapping):

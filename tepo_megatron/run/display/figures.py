@@ -85,7 +85,7 @@ def figures_line(row: Row) -> str:
 def set_lines(row: Row) -> dict[str, str]:
     lines: dict[str, str] = {}
     for key, value in row.items():
-        if key.startswith("eval/") and value is not None:
+        if key.startswith("eval/") and key.count("/") == 2 and value is not None:
             _, name, figure = key.split("/")
             lines[name] = lines.get(name, f"{name}:") + (f"  {figure} {value:.3f}" if _is_accuracy(figure) else "")
     return {name: line.replace(":  ", ": ", 1) for name, line in lines.items()}
@@ -105,7 +105,7 @@ def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
     for heading in ("first", "best", "last"):
         table.add_column(heading, justify="right")
     shown = dict.fromkeys(figure for row in rows for figure, _ in figures_of(row))
-    sets = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and _is_accuracy(key.split("/")[2]))
+    sets = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and _is_accuracy(key.split("/")[-1]))
     of_sets = [_Figure(key, " ".join(key.split("/")[1:]), _number, more_is_better=True) for key in sets]
     for figure in [*sorted(shown, key=lambda figure: _PLACES[figure.key.partition("@")[0]]), *of_sets]:
         if series := [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]:

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tepo_megatron.config.base import read_yaml
 from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_lines
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime.heartbeat import RankRecord
@@ -57,12 +56,12 @@ def _read(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[Rank
     if not resolved.is_file():
         raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
     records = sorted(RankRecord.read_all(output / "status"), key=lambda record: record.rank)
-    try:
-        config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-        config["name"], config["output"], config["train"]["steps"]
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise ValueError(f"{resolved} lacks name, output or train.steps of a run, or is damaged: {why}; restore it") from error
+    config = read_yaml(resolved)
+    match config:
+        case {"name": str(), "output": str(), "train": {"steps": int()}}:
+            pass
+        case _:
+            raise ValueError(f"{resolved} lacks name, output or train.steps of a run, or is damaged; restore it")
     return config, read_metrics(metrics) if metrics.is_file() else [], records
 
 

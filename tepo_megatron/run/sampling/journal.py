@@ -20,6 +20,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group
 from tepo_megatron.runtime.files import Failed, write_atomically
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, link_record, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
@@ -189,11 +190,12 @@ class GroupStore:
                 write_atomically(path, json.dumps(state) + "\n")
 
     def read_state(self, step: int) -> dict[str, Any] | None:
+        """None if it is missing or damaged."""
         try:
-            state = json.loads(self._state_path(step).read_text(encoding="utf-8"))
+            state = parse_json(self._state_path(step).read_bytes(), "it", dict)
         except (OSError, ValueError):
             return None
-        return state if isinstance(state, dict) else None
+        return state if isinstance(state.get("after"), dict) and isinstance(state.get("figures"), dict) else None
 
     def _state_path(self, step: int) -> Path:
         return record_path(self._journal.folder, step).with_suffix(".json")

@@ -7,6 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.core.problem import is_reward
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.evaluation import SetResult
 
@@ -69,16 +71,20 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
 def _read_set(path: Path) -> StoredSet:
     summary = path.with_suffix(".json")
     try:
-        settings = json.loads(summary.read_text(encoding="utf-8"))["settings"]
+        settings = parse_json(summary.read_bytes(), "it", dict)["settings"]
+        if not isinstance(settings, dict):
+            raise TypeError("settings is no object")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{summary} is damaged: {error!r}; evaluate again") from error
     problems: dict[str, tuple[str, Mapping[str, float]]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, "it", dict)
             figures = {name: float(value) for name, value in row["figures"].items()}
+            if not all(map(is_reward, figures.values())):
+                raise ValueError("a figure is not a finite number")
             problems["/".join([*([row["source"]] if "source" in row else []), row["problem"]])] = (row["digest"], figures)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path}:{number}: not a result: {error!r}; evaluate again") from error
     return StoredSet(path.stem, settings, problems)
 

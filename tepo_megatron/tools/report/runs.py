@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tepo_megatron.config.base import read_yaml
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.run.display.figures import COUNTED, LOST, fault_lines
 from tepo_megatron.run.metrics import read_metrics
@@ -170,10 +169,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _settings(path: Path) -> Settings:
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    read = read_yaml(path)
     if not isinstance(read, Mapping):
         raise ValueError(f"{path} is no configuration: sections by name were expected")
     return flat(read)

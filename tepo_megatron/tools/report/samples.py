@@ -69,11 +69,14 @@ def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
         return _token_groups(run, folder)
     path = folder / FILES[kind]
     rows: list[Row] = list(parse_samples(path, read_lines(path)[0])) if path.is_file() else []
-    if kind == "heldout":
-        return [_group(run, kind, row, _evaluated(row)) for row in rows]
-    groups = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
-    together = [list(members) for _, members in groups]
-    return [_group(run, kind, members[0], [_response(row) for row in members]) for members in together]
+    try:
+        if kind == "heldout":
+            return [_group(run, kind, row, _evaluated(row)) for row in rows]
+        groups = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
+        together = [list(members) for _, members in groups]
+        return [_group(run, kind, members[0], [_response(row) for row in members]) for members in together]
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} has a line that is not a sample: {error}; remove it") from error
 
 
 def _evaluated(row: Row) -> list[dict[str, Any]]:
