@@ -67,7 +67,7 @@ def faults(
     as_json: AsJson = False,
 ) -> None:
     """Inject a cluster's usual faults into tiny runs, and check the results: kills, hangs, damaged checkpoints, full disks,
-    strangers, wrong configurations, hostile answers, and faults that only a canary sees.
+    strangers, wrong configurations, hostile answers, hostile values at every border, and faults that only a canary sees.
 
     Exit code 1 if anything was lost. A call with the same seed and folder continues an interrupted one. Writes outcomes.jsonl
     and faults.md. Some faults need root: a small disk, another user.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
@@ -317,12 +318,23 @@ class _MalformedConfigs(FaultClass):
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[str, str]:
     os.chdir(path.parent)
+    limit_process(_LIMIT_S)
+    return judged(lambda: load_run(path, overrides))
+
+
+def limit_process(seconds: int) -> None:
+    """Of processor time from now on, and ``_MEMORY_BYTES`` more."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    spent = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (_LIMIT_S, _LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, spent + seconds))
     warnings.simplefilter("ignore")
+
+
+def judged(work: Callable[[], object]) -> tuple[Literal["survived", "refused", "lost"], str]:
+    """Any error but ours is lost."""
     try:
-        load_run(path, overrides)
+        work()
     except Exception as error:  # the answer is the kind of error
         said = str(error).replace("\n", " ")[:300]
         if is_ours(error):

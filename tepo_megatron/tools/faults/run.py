@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.runtime.text import echo
-from tepo_megatron.tools.faults import input_faults, silent, strangers
+from tepo_megatron.tools.faults import borders, input_faults, silent, strangers
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
 from tepo_megatron.tools.faults.run_faults import LIVE, REPLAYED
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
@@ -31,7 +31,7 @@ from tepo_megatron.tools.results import Table, describe_machine, markdown, selec
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
 CLASSES: Mapping[str, type[FaultClass]] = {
-    kind.name: kind for kind in (*input_faults.FAULTS, *REPLAYED, *silent.FAULTS, *LIVE, *strangers.FAULTS)
+    kind.name: kind for kind in (*input_faults.FAULTS, *borders.FAULTS, *REPLAYED, *silent.FAULTS, *LIVE, *strangers.FAULTS)
 }
 _ENDING = "ending"
 

@@ -1,53 +1,45 @@
-"""Text from environments, agents, the model, verifiers and data files: one episode, one response or one file fails, with a
-sentence, and never rank 0; any string is printed and logged, and no text acts on the terminal.
+"""What texts become: tokens, lines on a terminal, JSON of commands; and files whose names or texts are no UTF-8 are refused.
+``test_fuzz.py`` feeds hostile values to every border.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import io
 import json
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 import tepo_megatron
 from tepo_megatron.cli.console import print_json, show_table
-from tepo_megatron.config import LogConfig, RunConfig
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.reward import EnvironmentConfig
-from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.run.display.progress import make_progress
-from tepo_megatron.run.loggers import without_secrets
-from tepo_megatron.run.metrics import MetricsWriter, read_metrics
-from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime.terminal import Terminal
-from tepo_megatron.runtime.text import echo, printable, valid_text
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.runtime.text import printable, valid_text
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.agent_session import AgentRequest, ChatRequest, RefusedError
+from tepo_megatron.tasks.environments.agent_session import ChatRequest
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import Observations
-from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.reward.recorded import read_recorded
+from tepo_megatron.tools.faults.hostile import SURROGATES, is_shown
 from tests.support import hostile_environment
 from tests.support.chat_tokenizer import SPECIAL, TOOLS_TEMPLATE, write_chat_tokenizer
 from tests.support.cli import invoke
-from tests.support.episodes import FakeHost, FakeSamples, Played, play
-from tests.support.hostile import SURROGATES, as_json, broken_json, is_shown, texts, valid_texts, values
+from tests.support.episodes import FakeSamples
+from tests.support.hostile import texts, valid_texts, values
 
 
 @pytest.fixture(scope="module")
@@ -70,113 +62,6 @@ def observations_of(tokenizer: Tokenizer) -> Observations:
     return Observations(tokenizer, tokenizer.vocab_size)
 
 
-messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]) | texts, "content": texts}, optional={"name": values}),
-    min_size=1,
-    max_size=2,
-)
-ids = st.lists(st.integers(-1, 2**70), max_size=3)
-observations = st.one_of(texts, messages, ids, values)
-kinds = {"text": texts, "messages": messages, "ids": ids}
-
-
-@example(told=("text", "\ud83d"))
-@example(told=("messages", [{"role": "user", "content": "\ud83d"}]))
-@example(told=("chat", vars(ChatRequest(({"role": "user", "content": "\ud83d"},), begins=False))))
-@example(told=("chat", vars(ChatRequest(({"role": "user", "content": ""},), True, ({"function": {"name": "\udc00"}},)))))
-@given(told=st.one_of(*(st.tuples(st.just(kind), drawn) for kind, drawn in kinds.items())))
-def test_what_an_environment_says_fails_its_own_episode_at_most(told: tuple[str, Any], tokenizer: Tokenizer) -> None:
-    """Of two episodes, one has a hostile environment, as an environment server's may be."""
-
-    class Host(FakeHost):
-        def poll(self, timeout_s: float) -> Any:
-            answers = super().poll(timeout_s)
-            for answer in answers:
-                if answer.answer.get("observation") == ["text", "HOSTILE"]:
-                    answer.answer["observation"] = [*told]
-            return answers
-
-    made = iter([hostile_environment.Says(then="HOSTILE"), hostile_environment.Says()])
-    limits = {"max_turns": 3, "max_tokens": 60}
-    played = Played(lambda: next(made), random.Random(0), observations_of(tokenizer), limits=limits, host=Host)
-    with played.stream as stream:
-        stream.submit(0, (1,), 3)
-        stream.submit(1, (1,), 7)
-        assert sorted(play(stream)) == [(0, 0), (1, 0)]
-    (other,) = [episode for episode, _ in played.ended if episode.problem.id == "p1"]
-    assert other.error is None
-
-
-@settings(max_examples=20)
-@example(first="\ud83d", then="\ud83d", reward=1.0)
-@given(first=observations, then=observations, reward=values)
-def test_a_worker_answers_with_text_or_an_error(first: Any, then: Any, reward: Any, chat: Tokenizer) -> None:
-    """Values go from an environment's methods through the pipe to the tokenizer; no lone surrogate leaves the worker."""
-    config = EnvironmentConfig(name=f"{hostile_environment.__file__}:Says", timeout_s=60.0).model_dump()
-    table = EpisodeTable({**config, "kwargs": {"first": first, "then": then, "reward": reward}, "agent": None})
-    for call in (["reset", Problem("p", "", "").to_json(), 1, False], ["step", *ResponseText("1").to_json()]):
-        answer = json.loads(json.dumps(asyncio.run(table.answer(0, call))))
-        if "error" not in answer:
-            json.dumps(answer, ensure_ascii=False).encode()
-            with suppress(ValueError):  # which fails the episode
-                observations_of(chat).ids(answer["observation"], ended=True)
-
-
-contents = texts | values
-user_messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": contents}), max_size=2)
-functions = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": values}), max_size=2)
-options = {"tools": functions | values, "model": values, "stop": values, "temperature": values}
-bodies = st.fixed_dictionaries({"messages": user_messages | values}, optional=options) | values
-
-
-@example(body={"messages": [{"role": "user", "content": "<|end|>\ud83d"}]})
-@given(body=bodies)
-def test_an_agents_request_is_read_or_refused(body: Any, chat: Tokenizer) -> None:
-    try:
-        asked = AgentRequest.read(body, {"temperature": 1.0, "stop": []}, frozenset())
-    except RefusedError as refused:
-        json.dumps(refused.body()).encode()
-        return
-    tools = None if asked.tools is None else tuple(asked.tools)
-    request = json.loads(json.dumps(vars(ChatRequest(tuple(asked.messages), True, tools))))
-    with suppress(ValueError):
-        observations_of(chat).ids(["chat", request], ended=None)
-
-
-def read_or_refused(line: str, read: Callable[[str], Any], factory: pytest.TempPathFactory) -> Any:
-    """What is read of a file of one line, or nothing, with a sentence that names the file."""
-    path = factory.getbasetemp() / "one_line.jsonl"
-    path.write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
-    try:
-        return read(str(path))
-    except ValueError as error:
-        said = str(error)
-    assert str(path) in said
-    return []
-
-
-columns = {"id": contents, "more": values, "messages": values}
-rows = st.fixed_dictionaries({"prompt": contents, "answer": contents}, optional=columns)
-lines = rows.map(as_json) | broken_json.map(lambda text: text.replace("\n", " "))
-
-
-@example(line='{"prompt": "\\ud83d", "answer": "1"}', template=None)
-@example(line='{"prompt": "1", "answer": "\\ud83d"}', template=None)
-@example(line='{"prompt": "1", "answer": "1", "id": "\\ud83d"}', template=None)
-@example(line='{"prompt": "1", "answer": "1", "more": [{"\\ud83d": 1}]}', template=None)
-@given(line=lines, template=st.sampled_from([None, "{prompt} {answer}", "{more}"]))
-def test_a_data_file_is_read_or_refused_with_its_line(
-    line: str, template: str | None, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    def load(path: str) -> Any:
-        return load_problems(SourceConfig(path=path, template=template))
-
-    for problem in read_or_refused(line, load, tmp_path_factory):
-        json.dumps([problem.id, problem.prompt, problem.answer, problem.metadata], ensure_ascii=False).encode()
-        with suppress(ValueError):
-            encode_prompt(tokenizer, problem)
-
-
 def test_a_file_whose_name_is_not_utf8_names_no_problem(tmp_path: Path) -> None:
     (tmp_path / "d\udcff.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r":1: id of the problem has the lone surrogate '\\udcff'"):
@@ -194,25 +79,9 @@ def test_arrow_text_that_is_not_utf8_is_refused_with_its_rows(tmp_path: Path) ->
         load_problems(str(tmp_path / "a.parquet"))
 
 
-answers = st.fixed_dictionaries({"response": contents}, optional={"finish_reason": values, "reward": values})
-samples = st.fixed_dictionaries(
-    {"problem": contents, "prompt": contents, "answer": contents},
-    optional={"greedy": answers | values, "sampled": st.lists(answers | values, max_size=2) | values, "metadata": values},
-)
-recorded = st.fixed_dictionaries(
-    {"prompt": contents, "answer": contents, "response": contents}, optional={"responses": values, "finish_reason": values}
-)
-
-
-@example(line="[" * 3000)
-@example(line='{"problem": "p", "prompt": "q", "answer": "a", "sampled": 1}')
-@example(line='{"prompt": "q", "answer": "a", "response": "one line separator: \u2028"}')
-@given(line=samples.map(as_json) | recorded.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")))
-def test_recorded_responses_are_read_or_refused_with_their_line(line: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    groups = read_or_refused(line, lambda path: read_recorded(Path(path)), tmp_path_factory)
-    assert "\u2028" not in line or not line.startswith('{"prompt": "q"') or groups
-    for problem, responses in groups:
-        json.dumps([problem.id, dict(problem.metadata), responses], ensure_ascii=False).encode()
+def test_a_line_separator_within_json_ends_no_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "answer": "a", "response": "\u2028"}\n')
+    assert len(read_recorded(tmp_path / "a.jsonl")) == 1
 
 
 class TestSpecialTokens:
@@ -267,14 +136,14 @@ encodings = st.sampled_from(ENCODINGS)
 
 
 @contextmanager
-def written(encoding: str, name: str = "stdout") -> Iterator[Callable[[], str]]:
-    """Replaces standard output (or error) by one that refuses what ``encoding`` does not have."""
-    stream, before = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True), getattr(sys, name)
-    setattr(sys, name, stream)
+def written(encoding: str) -> Iterator[Callable[[], str]]:
+    """Replaces standard output by one that refuses what ``encoding`` does not have."""
+    stream, before = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True), sys.stdout
+    sys.stdout = stream
     try:
         yield lambda: stream.buffer.getvalue().decode(encoding)
     finally:
-        setattr(sys, name, before)
+        sys.stdout = before
 
 
 @given(text=texts, encoding=encodings)
@@ -289,20 +158,11 @@ def test_a_text_prints_as_it_is_or_as_escapes(text: str, encoding: str) -> None:
 
 
 @settings(max_examples=30)
-@example(text="\ud83d", encoding="utf-8")
-@example(text="–", encoding="latin-1")
 @given(text=texts, encoding=encodings)
-def test_lines_errors_and_tables_pass(text: str, encoding: str) -> None:
-    with written(encoding) as out, written(encoding, "stderr") as err:
-        echo(text)
-        print_error(text)
+def test_tables_pass(text: str, encoding: str) -> None:
+    with written(encoding) as out:
         show_table([escape(text), "b"], [["1", escape(text)]])
-        table = Table("–", title=Text(text))
-        table.add_column(Text(text))
-        table.add_row(Text(text), escape(text))
-        Terminal(width=40).print(table, text, markup=False)
     assert is_shown(out(), encoding)
-    assert is_shown(err(), encoding)
 
 
 PRINTS = re.compile(
@@ -333,16 +193,6 @@ def test_no_module_prints_another_way() -> None:
     assert calls == ELSEWHERE
 
 
-@pytest.mark.parametrize("kind", ["plain", "live"])
-@given(text=texts, encoding=encodings)
-def test_progress_passes(kind: Any, text: str, encoding: str) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
-    progress = make_progress(LogConfig(progress=kind), stream)
-    progress.message(text)
-    progress.close()
-    assert is_shown(stream.buffer.getvalue().decode(encoding), encoding)
-
-
 @settings(max_examples=30)
 @given(value=values, encoding=encodings)
 def test_json_for_tools_stays_what_it_was(value: Any, encoding: str) -> None:
@@ -371,24 +221,6 @@ def test_samples_command_no_terminal(rows: list[Any], tmp_path_factory: pytest.T
     path = tmp_path_factory.getbasetemp() / "samples.jsonl"
     path.write_text("".join(json.dumps({"step": 1, **row}) + "\n" for row in rows))
     assert is_shown(invoke("samples", path).stdout)
-
-
-@settings(max_examples=20)
-@given(name=texts.filter(bool), value=st.floats(allow_nan=False, width=32))
-def test_metrics_take_any_name(name: str, value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("metrics")
-    with closing(MetricsWriter(folder, tensorboard=True)) as metrics:
-        metrics.write(1, {name: value})
-    (row,) = read_metrics(folder / "metrics.jsonl")
-    assert [key.encode("utf-16", "surrogatepass") for key in row if key != "step"] in (
-        [name.encode("utf-16", "surrogatepass")],
-        [],
-    )
-
-
-@given(value=values)
-def test_loggers_are_sent_valid_text(value: Any) -> None:
-    json.dumps(without_secrets(value), ensure_ascii=False).encode()
 
 
 @given(text=texts)
