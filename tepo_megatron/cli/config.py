@@ -108,7 +108,7 @@ def _convert(name: str, file: Path) -> None:
     with user_errors():
         settings, left = convert(name, file.read_text(encoding="utf-8"))
         config = load_config(None, [f"{field}={json.dumps(value)}" for field, value in settings.items()])
-        sys.stdout.write("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config))
+        echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
 
 
 @app.command("plan")
