@@ -44,11 +44,14 @@ class MetricsWriter(LogFile):
         if self._events is not None:
             self._events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
 
-    def truncate_after(self, step: int) -> None:
-        self._rewrite([row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else [])
+    def truncate_after(self, step: int) -> list[int]:
+        """Keeps each step's last row. Returns the steps before without one; that of ``step`` may come later."""
+        rows = {row["step"]: row for row in (read_metrics(self.path) if self.path.exists() else [])}
+        self._rewrite([rows[number] for number in sorted(rows) if number <= step])
         if self._events is not None:
             self._events = _EventsFile(self.path.parent / "tensorboard", self._failed)
             self._events.hide_from(step + 1)
+        return [number for number in range(step) if number not in rows]
 
     def close(self) -> None:
         self.flush()

@@ -117,7 +117,8 @@ def serve(
     open_files: Callable[[Mapping[str, Any]], int] = lambda _: OPEN_FILES,
 ) -> None:
     """``make`` gets the setup and may raise ValueError. The exit status tells of too little memory."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
+    for number in (signal.SIGINT, signal.SIGUSR1):  # Slurm may send them to all processes of a step; the trainer acts on them
+        signal.signal(number, signal.SIG_IGN)
     try:
         _serve(make, what, open_files)
     except MemoryError:

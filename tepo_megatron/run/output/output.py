@@ -89,7 +89,9 @@ class Output:
         with unwritable_is_a_sentence(self.folder):
             rows = read_metrics(self._metrics.path)
             forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
-            self._metrics.truncate_after(step)
+            if lacking := self._metrics.truncate_after(step):
+                steps = ", ".join(map(str, lacking[:5])) + " …" * (len(lacking) > 5)
+                self.message(f"{self._metrics.path} lacks the rows of {len(lacking)} earlier steps: {steps}")
             logged = -1 if self.last_step is None else self.last_step
             for path in (self._samples.path, self._train_samples.path):
                 samples, cut = read_rows(path, "sample") if path.exists() else ([], False)

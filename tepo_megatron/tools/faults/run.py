@@ -1,4 +1,4 @@
-"""``tepo faults`` injects every class in two parallel lanes and resumes an interrupted call."""
+"""``tepo faults`` injects every class in parallel lanes and resumes an interrupted call."""
 
 from __future__ import annotations
 
@@ -22,16 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.runtime.text import echo
-from tepo_megatron.tools.faults import borders, input_faults, silent, strangers
+from tepo_megatron.tools.faults import (
+    borders,
+    input_faults,
+    machine_faults,
+    record_faults,
+    run_faults,
+    silent,
+    stop_faults,
+    strangers,
+)
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
-from tepo_megatron.tools.faults.run_faults import LIVE, REPLAYED
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
 from tepo_megatron.tools.results import Table, describe_machine, markdown, select
 
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
+_KILLS, _HANGS = run_faults.LIVE
+_LIVE = (_KILLS, *record_faults.LIVE, _HANGS, *strangers.FAULTS)
+_REPLAYED = (*run_faults.REPLAYED, *record_faults.REPLAYED, *machine_faults.FAULTS, *stop_faults.FAULTS)
 CLASSES: Mapping[str, type[FaultClass]] = {
-    kind.name: kind for kind in (*input_faults.FAULTS, *borders.FAULTS, *REPLAYED, *silent.FAULTS, *LIVE, *strangers.FAULTS)
+    kind.name: kind for kind in (*input_faults.FAULTS, *borders.FAULTS, *_REPLAYED, *silent.FAULTS, *_LIVE)
 }
 _ENDING = "ending"
 
@@ -39,8 +50,8 @@ _ENDING = "ending"
 def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> _OutcomeLog:
     """Raises ValueError if the record has another seed, RuntimeError if a lane ends early."""
     record = _OutcomeLog(folder, seed=seed, quick=quick)
-    first = (*LIVE, *strangers.FAULTS) if quick else LIVE[:1]  # quick: one live run serves both
-    lanes = {"first": [kind for kind in classes if kind in first], "second": [kind for kind in classes if kind not in first]}
+    lane_of = {kind: "first" if quick or kind is _KILLS else "second" for kind in _LIVE}  # quick: one live run serves all
+    lanes = {name: [kind for kind in classes if lane_of.get(kind, "third") == name] for name in ("first", "second", "third")}
     chosen = {name: kinds for name, kinds in lanes.items() if kinds}
     if len(chosen) < 2:
         _run_lane(next(iter(chosen), "first"), classes, record, say)

@@ -7,10 +7,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,78 +91,6 @@ class _Hangs(_LiveFaults):
         return self._disturb(*HANGS[number % len(HANGS)], rng)
 
 
-_DISKS = ("save", "record", "export", "log")
-_SIZES_KIB = {"save": 17_000, "export": 22_400, "log": 4}
-"""A checkpoint takes 7.1 MiB, an export 2.3: two of three checkpoints fit, or all without the export."""
-
-
-@contextmanager
-def _small_disk(folder: Path, kib: int) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a small file system cannot be mounted here ({done.stderr.strip()}); run as root")
-    retained = folder.with_name(folder.name + ".kept")
-    try:
-        yield
-        shutil.copytree(folder, retained)
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
-    retained.rename(folder)
-
-
-class _FullDisks(FaultClass):
-    name = "disks"
-    title = "the disk is full: at save, log, record, export"
-    whole, quick = len(_DISKS), 1
-
-    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        place = _DISKS[number % len(_DISKS)]
-        start = time.monotonic()
-        lost, said = self._record() if place == "record" else self._replay(place, self.folder / f"{number:02d}")
-        if lost:
-            return FaultOutcome(f"full at {place}", "lost", lost)
-        said = said and f"ended, and resumed with room: {said}"
-        return FaultOutcome(f"full at {place}", "survived", said, time.monotonic() - start)
-
-    def _replay(self, place: str, folder: Path) -> tuple[str, str]:
-        base = undisturbed(self.workshop.folder / "replayed")
-        shutil.rmtree(folder, ignore_errors=True)
-        # TensorBoard's files for log; a link instead of metrics.jsonl would count as an existing run
-        disk = folder / ("out/tensorboard" if place == "log" else "out")
-        with _small_disk(disk, _SIZES_KIB[place]):
-            if place == "log":
-                (disk / "filler").write_bytes(bytes(4096))
-            more = ("log.tensorboard=true",) if place == "log" else ()
-            result = replay(folder, base / "rollouts", SAVED, *more)
-        if result.has_traceback:
-            return f"a traceback: {result.said}", ""
-        said = result.said if result.code else ""
-        if result.code:
-            result = replay(folder, base / "rollouts", SAVED, resume=True)
-            if result.code:
-                return f"it ended ({said}) and with room again it could not be resumed: {result.said}", said
-        return differences(folder / "out", base / "saved/out"), said
-
-    def _record(self) -> tuple[str, str]:
-        run = self.workshop.live_run()
-        step = run.last_step + 2
-        link = run.out / "journal" / f"step_{step:07d}.jsonl.partial"  # written first; the record is a link to it
-        link.parent.mkdir(exist_ok=True)
-        link.symlink_to("/dev/full")
-        try:
-            run.wait_for_row(step + 1)
-        finally:
-            link.unlink(missing_ok=True)
-        lost, said = run.continue_to(step + 1)
-        lost = lost or differences(run.out, self.workshop.reference())
-        if lost:
-            self.workshop.close()
-        return lost, said
-
-
 _Damage = Callable[[Path, random.Random], bytes | None]  # of the file: its new content, or None to remove it
 
 
@@ -226,7 +153,7 @@ class _CheckpointDamage(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
-        base, folder = undisturbed(self.workshop.folder / "replayed"), self.folder / f"{number:02d}"
+        base, folder = undisturbed(self.workshop.folder), self.folder / f"{number:02d}"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base / "saved", folder)
         pattern = "state.json" if "state.json" in name else "shards/*.safetensors"
@@ -248,4 +175,4 @@ class _CheckpointDamage(FaultClass):
 
 
 LIVE: tuple[type[FaultClass], ...] = (_Kills, _Hangs)
-REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage, _FullDisks)
+REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage,)

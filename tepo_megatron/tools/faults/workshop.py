@@ -59,13 +59,14 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(_NOT_COMPARED)} for row in rows]
 
 
-def differences(out: Path, reference: Path) -> str:
+def differences(out: Path, reference: Path, *, lacking: bool = False) -> str:
+    """``lacking``: rows of metrics may be missing."""
     expected, rows = {row["step"]: row for row in _rows(reference)}, _rows(out)
     for row in rows:
         other = expected[row["step"]]
         if wrong := [key for key in (*row, *sorted(other.keys() - row.keys())) if key not in row or other.get(key) != row[key]]:
             return f"row {row['step']} of metrics.jsonl differs in {', '.join(wrong)}"
-    if (steps := [row["step"] for row in rows]) != list(range(len(steps))):
+    if (steps := [row["step"] for row in rows]) != list(range(len(steps))) and not lacking:
         return f"metrics.jsonl has the steps {steps}"
     for path in sorted((out / "rollouts").glob("step_*.jsonl")):
         if path.read_bytes() != (reference / "rollouts" / path.name).read_bytes():
@@ -76,22 +77,26 @@ def differences(out: Path, reference: Path) -> str:
     return ""
 
 
-def _start(folder: Path, module: str, settings: Sequence[str]) -> subprocess.Popen[bytes]:
+def train_command(folder: Path, settings: Sequence[str], module: str = "tepo_megatron") -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "run.yaml"
     file.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
+    return [sys.executable, "-m", module, "train", str(file), f"output={folder / 'out'}", *settings]
+
+
+def start(folder: Path, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
     with (folder / "log.txt").open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", module, "train", str(file), f"output={folder / 'out'}", *settings],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, program.FOLDER: str(folder)},
+            env={**os.environ, program.FOLDER: str(folder), **environment},
             start_new_session=True,
         )
 
 
-class _RunEnd(NamedTuple):
+class RunEnd(NamedTuple):
     code: int
     printed: str
 
@@ -106,12 +111,16 @@ class _RunEnd(NamedTuple):
         return "Traceback (most recent call last)" in self.printed
 
 
-class _LiveRun:
+class LiveRun:
     def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
         self.folder, self.out, self.steps = folder, folder / "out", steps
-        self._overrides = (*_LIVE, *overrides)
+        self.change(*overrides)
         self._process: subprocess.Popen[bytes] | None = None
         self._log, self._log_start = folder / "log.txt", 0
+
+    def change(self, *overrides: str) -> None:
+        """Of the next start."""
+        self._overrides = (*_LIVE, *overrides)
 
     @property
     def running(self) -> bool:
@@ -132,7 +141,7 @@ class _LiveRun:
             shutil.rmtree(self.out, ignore_errors=True)
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         settings = [*self._overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
-        self._process = _start(self.folder, program.MODULE, settings)
+        self._process = start(self.folder, train_command(self.folder, settings, program.MODULE))
 
     @property
     def _pid(self) -> int:
@@ -181,8 +190,8 @@ class _LiveRun:
         return self._process.returncode
 
     @property
-    def _end(self) -> _RunEnd:
-        return _RunEnd(0, self._log.read_bytes()[self._log_start :].decode(errors="replace"))
+    def _end(self) -> RunEnd:
+        return RunEnd(0, self._log.read_bytes()[self._log_start :].decode(errors="replace"))
 
     def said(self) -> str:
         return self._end.said
@@ -206,6 +215,7 @@ class _LiveRun:
 
 
 SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the second resumes the first
+LONG = 12  # for faults in the middle of a run
 
 
 def make_rollouts(folder: Path, steps: int) -> Path:
@@ -234,28 +244,44 @@ def make_rollouts(folder: Path, steps: int) -> Path:
     return folder
 
 
-def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> _RunEnd:
+def replay_command(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> list[str]:
     settings = [*REPLAYED, f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides, *["--resume"] * resume]
-    log = folder / "log.txt"
-    log.unlink(missing_ok=True)
-    process = _start(folder, "tepo_megatron", settings)
+    return train_command(folder, settings)
+
+
+def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> RunEnd:
+    (folder / "log.txt").unlink(missing_ok=True)
+    process = start(folder, replay_command(folder, rollouts, steps, *overrides, resume=resume))
     try:
-        code = process.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
+        return wait_replayed(folder, process)
+    finally:
         end_tree(process)
-        raise
-    return _RunEnd(code, log.read_text(errors="replace"))
 
 
-def undisturbed(folder: Path) -> Path:
+def wait_replayed(folder: Path, process: subprocess.Popen[bytes]) -> RunEnd:
+    """Raises subprocess.TimeoutExpired."""
+    code = process.wait(_PATIENCE_S)
+    return RunEnd(code, (folder / "log.txt").read_text(errors="replace"))
+
+
+def undisturbed(work: Path) -> Path:
     """Makes ``rollouts``, a run of 3 steps in ``saved``, and its continuation to step 4 in ``whole``."""
+    return _replayed(work / "replayed", {"saved": SAVED, "whole": STEPS})
+
+
+def long_replay(work: Path) -> Path:
+    """Makes ``rollouts`` and a run in ``whole``."""
+    return _replayed(work / "replayed-long", {"whole": LONG})
+
+
+def _replayed(folder: Path, runs: Mapping[str, int]) -> Path:
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        rollouts = make_rollouts(folder / "rollouts", STEPS)
-        for name, steps in (("saved", SAVED), ("whole", STEPS)):
-            if name == "whole":
-                shutil.copytree(folder / "saved", folder / "whole")
-            result = replay(folder / name, rollouts, steps, resume=name == "whole")
+        rollouts = make_rollouts(folder / "rollouts", max(runs.values()))
+        for name, steps in runs.items():
+            if resumed := (folder / "saved").exists():
+                shutil.copytree(folder / "saved", folder / name)
+            result = replay(folder / name, rollouts, steps, resume=resumed)
             if result.code:
                 raise RuntimeError(f"the run that is not disturbed ended with {result.said}")
         (folder / "done").touch()
@@ -268,7 +294,7 @@ class Workshop:
         self.steps = 14 if quick else 32  # more steps: a longer reference run, but fewer restarts of live runs
         self._overrides = () if quick else _SHORT_TIMEOUTS
         self._reference: Path | None = None
-        self._run: _LiveRun | None = None
+        self._run: LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
 
     def reference(self) -> Path:
@@ -278,17 +304,17 @@ class Workshop:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "reference.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._reference = _LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
+                self._reference = LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
         return self._reference
 
-    def live_run(self) -> _LiveRun:
+    def live_run(self) -> LiveRun:
         """At least four steps are left. Raises RuntimeError if the previous run ended unlike the undisturbed one."""
         self.reference()
         if self._run is not None and self._run.last_step > self.steps - 5 and (wrong := self.finish_run()):
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
-            self._run = _LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, self._overrides)
+            self._run = LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, self._overrides)
         if not self._run.running:
             self._run.start()
             self._run.wait_for_row(0)

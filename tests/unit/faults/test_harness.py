@@ -18,11 +18,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tools.faults import input_faults, run, strangers
+from tepo_megatron.tools.faults import input_faults, run, stop_faults, strangers
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, listening, wait_until
 from tepo_megatron.tools.faults.run_faults import PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop, differences
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, RunEnd, Workshop, differences
 from tests.support.programs import TIMEOUT_S
 
 
@@ -73,18 +73,11 @@ def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path
 
 
 def test_there_are_as_many_faults_as_were_promised_and_no_two_kills_are_the_same() -> None:
-    promised = {
-        "kills": 30,
-        "hangs": 8,
-        "damage": 12,
-        "disks": 4,
-        "strangers": 22,
-        "configs": 200,
-        "answers": 60,
-        "borders": 105,
-    }
-    assert {name: kind.whole for name, kind in run.CLASSES.items() if name != "silent"} == promised
+    promised = {"kills": 30, "hangs": 8, "damage": 12, "disks": 5, "strangers": 22, "configs": 200, "answers": 60}
+    promised |= {"stops": 21, "records": 19, "journals": 5, "clocks": 4, "memory": 2, "sizes": 2, "borders": 105}
+    assert {name: kind.whole for name, kind in run.CLASSES.items() if name in promised} == promised
     assert len(SILENT_FAULTS) >= 12
+    assert sum(kind.whole for kind in run.CLASSES.values()) >= 500
     pairs = {(ROLES[n % len(ROLES)], PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n in range(30)}
     assert len(pairs) == 30
     assert ({role for role, _ in pairs}, {phase for _, phase in pairs}) == (set(ROLES), set(PHASES))
@@ -181,6 +174,66 @@ def test_a_call_that_goes_on_takes_live_runs_of_its_own(monkeypatch: pytest.Monk
     for lane in ("first", "second"):
         Workshop(tmp_path, lane=lane, quick=True, say=lambda _: None).live_run()
     assert {path.parent.name for path in tmp_path.glob("*/log.txt")} == {"first-run-02", "second-run-03"}
+
+
+RUN = """
+import signal, subprocess, sys, time
+from pathlib import Path
+out, does = Path(sys.argv[1]), sys.argv[2]
+def stop(number, frame):
+    if does == "traceback":
+        raise OSError("a defect")
+    sys.exit(75)
+if does == "child":
+    subprocess.Popen(["sleep", "100"], start_new_session=True)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, stop)
+out.mkdir(parents=True, exist_ok=True)
+for step in range(60):
+    with (out / "metrics.jsonl").open("a") as file:
+        print('{"step": %d}' % step, file=file)
+    time.sleep(0.05)
+(out / "model").mkdir()
+(out / "model/model.safetensors").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "does", "said"),
+    [
+        ("Ctrl-C", "saves", "ended and resumed"),
+        ("Ctrl-Z, then fg", "saves", "it went on"),
+        ("the terminal is closed", "saves", "ended and resumed"),
+        ("Ctrl-Z, then the terminal is closed", "saves", "ended and resumed"),
+        ("the terminal is closed, under nohup", "saves", "it went on"),
+        ("the whole job is suspended", "saves", "it went on"),
+        ("Ctrl-C", "traceback", "a traceback: "),
+        ("SIGTERM to the launcher", "child", "1 processes are left"),
+        ("Ctrl-Z, then fg", "child", "1 of 2 processes go on: sleep 100"),
+    ],
+)
+def test_a_terminal_has_keys_and_can_be_closed(
+    fault: str, does: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = tmp_path / "base/whole/out"
+    reference.mkdir(parents=True)
+    (reference / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(60)))
+    (reference / "model").mkdir()
+    (reference / "model/model.safetensors").touch()
+
+    def command(folder: Path, *_: object) -> list[str]:
+        folder.mkdir()
+        return [sys.executable, "-c", RUN, str(folder / "out"), does]
+
+    monkeypatch.setattr(stop_faults, "replay_command", command)
+    monkeypatch.setattr(stop_faults, "long_replay", lambda _: tmp_path / "base")
+    monkeypatch.setattr(stop_faults, "replay", lambda *_, **__: RunEnd(0, ""))
+    monkeypatch.setattr(stop_faults, "GONE_S", 5.0)
+    faults = run.CLASSES["stops"](cast(Any, SimpleNamespace(folder=tmp_path)))
+    outcome = faults.inject(list(stop_faults.STOPS).index(fault), random.Random(0))
+    assert outcome.said.startswith(said)
+    assert outcome.result == ("survived" if does == "saves" else "lost")
 
 
 LATE = RewardResult(None, error=f"problem 'wrong': {input_faults.TOOK_TOO_LONG}")

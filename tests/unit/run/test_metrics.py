@@ -75,6 +75,15 @@ def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path) -> None:
     assert scalars(tmp_path, "accuracy/avg@k") == [(1, 0.5), (2, 0.5)]
 
 
+def test_resuming_mends_rows_that_were_edited_and_says_which_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "lr": {number}}}\n' for number, step in enumerate([0, 3, 1, 1, 9])))
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
+        assert writer.truncate_after(4) == [2]
+        assert writer.last_step == 3
+    assert [(row["step"], row["lr"]) for row in read_metrics(path)] == [(0, 0), (1, 3), (3, 1)]
+
+
 moves = st.lists(st.sampled_from([*PHASES, "end", "fail"]) | st.integers(0, 9), max_size=20)
 
 

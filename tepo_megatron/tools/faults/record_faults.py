@@ -1,0 +1,239 @@
+"""Edited files between two calls of a run: records, journals, metrics, a resume at another size."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.run.sampling.groups import UNFINISHED
+from tepo_megatron.sampler.rollout_file import read_rollouts, record_path
+from tepo_megatron.tools.faults.processes import wait_gone
+from tepo_megatron.tools.faults.workshop import (
+    SAVED,
+    STEPS,
+    FaultClass,
+    FaultOutcome,
+    LiveRun,
+    differences,
+    replay,
+    undisturbed,
+)
+
+_Edit = Callable[[list[bytes], random.Random], list[bytes]]  # of a file's lines, with their ends
+
+
+def _flip_a_bit(lines: list[bytes], rng: random.Random) -> list[bytes]:
+    data = bytearray(b"".join(lines))
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return [bytes(data)]
+
+
+def _cut_off(lines: list[bytes], rng: random.Random) -> list[bytes]:
+    data = b"".join(lines)
+    return [data[: rng.randrange(1, len(data) - 1)]]
+
+
+def _change(key: str, value: Any, line: int = -1) -> _Edit:
+    def edit(lines: list[bytes], rng: random.Random) -> list[bytes]:
+        changed = json.dumps({**json.loads(lines[line]), key: value}).encode() + b"\n"
+        return [changed if number == line % len(lines) else item for number, item in enumerate(lines)]
+
+    return edit
+
+
+_OF_RECORDS: dict[str, _Edit] = {
+    "a reward changed": _change("reward", 0.25),
+    "one bit flipped": _flip_a_bit,
+    "cut off": _cut_off,
+    "a line removed": lambda lines, rng: lines[:-1],
+    "a line twice": lambda lines, rng: [*lines, lines[-1]],
+    "two lines exchanged": lambda lines, rng: [lines[0], lines[2], lines[1], *lines[3:]],
+    "another step named": _change("step", SAVED - 1, 0),
+    "a reward that is no number": _change("reward", float("nan")),
+    "empty": lambda lines, rng: [],
+    "removed": lambda lines, rng: lines,
+}
+_OF_OUTPUTS: dict[str, tuple[str, _Edit]] = {
+    "metrics.jsonl: cut off": ("metrics.jsonl", _cut_off),
+    "metrics.jsonl: a line twice": ("metrics.jsonl", lambda lines, rng: [*lines, lines[-1]]),
+    "metrics.jsonl: a step that never was": ("metrics.jsonl", lambda lines, rng: [*lines, b'{"step": 99}\n']),
+    "metrics.jsonl: a line that is no JSON": ("metrics.jsonl", lambda lines, rng: [lines[0], b"\xff{\n", *lines[1:]]),
+    "metrics.jsonl: empty": ("metrics.jsonl", lambda lines, rng: []),
+    "resolved.yaml: cut off": ("resolved.yaml", _cut_off),
+    "resolved.yaml: empty": ("resolved.yaml", lambda lines, rng: []),
+    "run.lock: garbage": ("run.lock", lambda lines, rng: [rng.randbytes(40)]),
+    "status: garbage": ("status/*", lambda lines, rng: [rng.randbytes(40)]),
+}
+
+
+class _Records(FaultClass):
+    name = "records"
+    title = "edited records of rollouts, metrics and other files of a run, then --resume"
+    whole, quick = len(_OF_RECORDS) + len(_OF_OUTPUTS), 2
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        base, folder = undisturbed(self.workshop.folder), self.folder / f"{number:02d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(base / "saved", folder)
+        rollouts = shutil.copytree(base / "rollouts", folder / "rollouts")
+        name = [item for pair in zip_longest(_OF_RECORDS, _OF_OUTPUTS) for item in pair if item][number % self.whole]
+        if name in _OF_RECORDS:
+            paths, edit = [record_path(rollouts, SAVED)], _OF_RECORDS[name]
+        else:
+            pattern, edit = _OF_OUTPUTS[name]
+            paths = sorted((folder / "out").glob(pattern))
+        for path in paths:
+            path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True), rng)))
+            if name == "removed":
+                path.unlink()
+        name = name if name in _OF_OUTPUTS else f"the record: {name}"
+        start = time.monotonic()
+        result = replay(folder, rollouts, STEPS, "train.allow_change=[rollout.replay]", resume=True)
+        if result.has_traceback:
+            return FaultOutcome(name, "lost", f"a traceback: {result.said}")
+        if result.code:
+            return FaultOutcome(name, "refused", result.said)
+        said = [line for line in result.printed.splitlines() if "lacks the rows" in line]
+        if wrong := differences(folder / "out", base / "whole/out", lacking=bool(said)):
+            return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
+        shutil.rmtree(folder, ignore_errors=True)
+        return FaultOutcome(name, "survived", "".join(said), time.monotonic() - start)
+
+
+_JOURNALS: dict[str, _Edit | None] = {
+    "a full disk": None,
+    "one bit flipped": _flip_a_bit,
+    "cut off": _cut_off,
+    "a reward changed": _change("reward", 0.25),
+    "the entry of the step before": lambda lines, rng: lines,
+}
+
+
+class _Journals(FaultClass):
+    name = "journals"
+    title = "a live run's journal on a full disk, or edited after kill −9, then --resume"
+    whole, quick = len(_JOURNALS), 1
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        name, edit = list(_JOURNALS.items())[number % len(_JOURNALS)]
+        run = self.workshop.live_run()
+        if edit is None:
+            return self._full_disk(name, run)
+        run.reach("update")  # the step's rollouts are in the journal
+        step, pids = run.last_step, run.pids
+        start = time.monotonic()
+        os.kill(run.roles["rank 0"][0], signal.SIGKILL)
+        run.wait_end()
+        wait_gone(pids, 60.0)
+        entries = sorted((run.out / "journal").glob("step_*.jsonl"))
+        source = entries[-2] if "before" in name else entries[-1]
+        lines = edit(source.read_bytes().splitlines(keepends=True), rng)
+        entries[-1].unlink()  # the run's record may be the same file
+        entries[-1].write_bytes(b"".join(lines))
+        lost, said = run.continue_to(step + 2, pids)
+        return self._outcome(name, run, lost, said, start)
+
+    def _full_disk(self, name: str, run: LiveRun) -> FaultOutcome:
+        step, start = run.last_step + 2, time.monotonic()
+        link = run.out / "journal" / f"step_{step:07d}.jsonl.partial"  # written first; the record is a link to it
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to("/dev/full")
+        try:
+            run.wait_for_row(step + 1)
+        finally:
+            link.unlink(missing_ok=True)
+        return self._outcome(name, run, *run.continue_to(step + 1), start)
+
+    def _outcome(self, name: str, run: LiveRun, lost: str, said: str, start: float) -> FaultOutcome:
+        if lost := lost or differences(run.out, self.workshop.reference()):
+            self.workshop.close()
+            return FaultOutcome(f"the journal: {name}", "lost", lost)
+        return FaultOutcome(f"the journal: {name}", "survived", said, time.monotonic() - start)
+
+
+_SIZES = {
+    "two tensor-parallel ranks, then two data-parallel ones": ("tp=2", "dp=2"),
+    "one rank, then two tensor-parallel ones": ("tp=1", "tp=2"),
+}
+_OVERLAP_STEPS = 7
+
+
+class _OtherSizes(FaultClass):
+    """With overlap a step takes the groups that are done first, so there is no other run to compare with."""
+
+    name = "sizes"
+    title = "kill −9 of a live run with overlap, then --resume with another number of ranks: what was drawn is trained on"
+    whole, quick = len(_SIZES), 0
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        name, (before, after) = list(_SIZES.items())[number % len(_SIZES)]
+        common = (
+            "train.schedule=overlap",
+            "objective.mismatch.kind=truncate",
+            "engine.parallel.sequence_parallel=false",
+            "rollout.server.tp=1",
+        )
+        run = LiveRun(self.folder / f"{number:02d}", _OVERLAP_STEPS, (*common, *_size(before)))
+        shutil.rmtree(run.out, ignore_errors=True)
+        start = time.monotonic()
+        try:
+            run.start()
+            run.wait_for_row(2)
+            run.reach("update")
+            time.sleep(rng.uniform(0.5, 1.5))
+            pids = run.pids
+            os.kill(run.roles["parent"][0], signal.SIGKILL)
+            run.wait_end()
+            if left := wait_gone(pids, 120.0):
+                return FaultOutcome(name, "lost", f"{len(left)} processes are left")
+            entries = {path: path.read_bytes() for path in (run.out / "rollouts").glob("*.jsonl")}
+            drawn = _groups_drawn(run.out / "journal/groups")
+            run.change(*common, *_size(after))
+            run.start()
+            if run.wait_end():
+                return FaultOutcome(name, "lost", run.said())
+        finally:
+            run.stop()
+        if changed := [path.name for path, content in entries.items() if path.read_bytes() != content]:
+            return FaultOutcome(name, "lost", f"{changed[0]} of the records was drawn again")
+        steps = [step for step in range(_OVERLAP_STEPS) if record_path(run.out / "rollouts", step).exists()]
+        trained = {_tokens(item) for step in steps for item in read_rollouts(run.out / "rollouts", step)}
+        if len(steps) < _OVERLAP_STEPS or not drawn <= trained:
+            return FaultOutcome(
+                name, "lost", f"{len(steps)} steps; of {len(drawn)} responses {len(drawn & trained)} were trained on"
+            )
+        said = f"{len(entries)} steps and {len(drawn)} more responses were taken as they were drawn"
+        return FaultOutcome(name, "survived", said, time.monotonic() - start)
+
+
+def _size(setting: str) -> tuple[str, ...]:
+    return ("engine.parallel.tp=1", "engine.parallel.dp=1", f"engine.parallel.{setting}")
+
+
+def _tokens(rollout: Rollout) -> tuple[str, tuple[int, ...]]:
+    return rollout.problem_id, tuple(map(int, rollout.response_ids))
+
+
+def _groups_drawn(folder: Path) -> set[tuple[str, tuple[int, ...]]]:
+    """Responses of whole groups."""
+    result = set()
+    for path in folder.glob("step_*.jsonl"):
+        with suppress(ValueError):  # cut off by the kill
+            group = read_rollouts(folder, int(path.stem.removeprefix("step_")))
+            if len(group) == 4 and all(item.finish_reason != UNFINISHED for item in group):
+                result |= set(map(_tokens, group))
+    return result
+
+
+REPLAYED: tuple[type[FaultClass], ...] = (_Records,)
+LIVE: tuple[type[FaultClass], ...] = (_OtherSizes, _Journals)
