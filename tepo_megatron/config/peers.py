@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
-class PeerKey(NamedTuple):
+class _Key(NamedTuple):
     """What a key of another trainer is here; see ``peers.yaml``."""
 
     fields: tuple[str, ...]
@@ -25,30 +25,30 @@ class PeerKey(NamedTuple):
     unless: tuple[Any, ...] = ()
 
 
-class Peer(NamedTuple):
+class _Peer(NamedTuple):
     title: str
     reads: str
     defaults: Mapping[str, Any]
-    keys: Mapping[str, PeerKey]
+    keys: Mapping[str, _Key]
 
 
 @cache
-def peers() -> Mapping[str, Peer]:
+def peers() -> Mapping[str, _Peer]:
     text = files("tepo_megatron.config").joinpath("peers.yaml").read_text("utf-8")
     return {
-        name: Peer(
+        name: _Peer(
             raw["title"], raw.get("reads", ""), raw.get("defaults", {}), {key: _key(raw["keys"][key]) for key in raw["keys"]}
         )
         for name, raw in yaml.safe_load(text).items()
     }
 
 
-def _key(raw: Any) -> PeerKey:
+def _key(raw: Any) -> _Key:
     if isinstance(raw, str):
-        return PeerKey((raw,))
+        return _Key((raw,))
     fields = (raw["to"],) if "to" in raw else tuple(raw.get("made") or raw.get("near") or ())
     unset, unless = (tuple(raw.get(name, ())) for name in ("unset", "unless"))
-    return PeerKey(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless)
+    return _Key(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless)
 
 
 def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
@@ -68,15 +68,15 @@ def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
 def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     """Returns settings by dotted name, and a sentence for each key without a counterpart. Raises ValueError."""
     peer, left = peers()[name], list[str]()
-    given = _resolved(text, left)
-    read = {**peer.defaults, **{key: value for key, value in given.items() if value is not None}}
+    written = _resolved(text, left)
+    read = {**peer.defaults, **{key: value for key, value in written.items() if value is not None}}
     result: dict[str, Any] = {}
     for key, value in read.items():
         entry = peer.keys.get(key)
         if entry is None or (entry.note and value not in entry.unless):
             section = next((peer.keys[part] for part in _parents(key) if part in peer.keys), None)
-            why = (entry or section or PeerKey(())).note or "it is not in docs/reference/from-peers.md"
-            left += [f"{key} = {_show(value)}: {why}"] if key in given else []
+            why = (entry or section or _Key(())).note or "it is not in the table"
+            left += [f"{key} = {_show(value)}: {why}"] if key in written else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:
             _put(result, key, entry, value, peer.defaults.get(key), left)
     try:
@@ -92,7 +92,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     return {field: value for field, value in result.items() if value is not None}, left
 
 
-def _put(result: dict[str, Any], key: str, entry: PeerKey, value: Any, default: Any, left: list[str]) -> None:
+def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any, left: list[str]) -> None:
     (field,) = entry.fields
     if entry.values is None:
         result[field] = value[0] if isinstance(value, list) and len(value) == 1 and field.startswith("data.") else value
@@ -151,7 +151,7 @@ def _whole(value: float, what: str) -> int:
 def _machines(
     nodes: int, gpus: int, split: tuple[int, int, int], placement: str, result: Mapping[str, Any], left: list[str]
 ) -> dict[str, Any]:
-    """``split``: tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own."""
+    """``split`` has tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own."""
     tp, pp, cp = split
     served, train_nodes, rollout_nodes = int(result.get("rollout.server.tp", 1)), nodes, 0
     if nodes > 1:
