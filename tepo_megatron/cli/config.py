@@ -50,13 +50,13 @@ def _show_schema(
     from rich.markup import escape
     from rich.table import Table
 
-    from tepo_megatron.config.schema import json_schema, one_row_a_key, schema_rows, with_plugins
+    from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 
     with user_errors(), with_plugins(plugins or ()):
         if as_json:
             print_json(json_schema())
             return
-        listed = one_row_a_key(schema_rows(of_lists=True))
+        listed = schema_rows(of_lists=True, joined=True)
         rows = [row for row in listed if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
         if not rows:
             raise ValueError(f"no field is {under} or below it; 'tepo config schema' lists all")

@@ -81,18 +81,16 @@ def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
     return schema
 
 
-def schema_rows(*, of_lists: bool = False) -> list[_SchemaRow]:
-    """In order of declaration. ``of_lists``: also of sections in lists, such as ``data.train[].path``."""
+def schema_rows(*, of_lists: bool = False, joined: bool = False) -> list[_SchemaRow]:
+    """Returns them in order of declaration. ``of_lists``: also of sections in lists, such as ``data.train[].path``;
+    ``joined``: one row for a field in several variants, in which what differs names its variants.
+    """
     rows = _rows(json_schema(), "", json_schema().get("default"), "")
-    return [row for row in rows if of_lists or "[]" not in row.path]
-
-
-def one_row_a_key(rows: Sequence[_SchemaRow]) -> list[_SchemaRow]:
-    """Joins the rows of a field in several variants; what differs names its variants."""
     groups: dict[str, list[_SchemaRow]] = {}
     for row in rows:
-        groups.setdefault(row.path, []).append(row)
-    return [_joined(group) for group in groups.values()]
+        if of_lists or "[]" not in row.path:
+            groups.setdefault(row.path if joined else str(len(groups)), []).append(row)
+    return [_joined(group) for group in groups.values()] if joined else [row for group in groups.values() for row in group]
 
 
 def _joined(group: Sequence[_SchemaRow]) -> _SchemaRow:

@@ -98,13 +98,6 @@ def active_parameters(spec: ModelSpec) -> int:
     return model_parameters(spec) - experts * (spec.experts.count - spec.experts.per_token) // spec.experts.count
 
 
-@lru_cache(maxsize=64)
-def linear_parameters(spec: ModelSpec) -> int:
-    """Counts experts, but no router or head."""
-    shapes = tensor_shapes(spec)
-    return sum(math.prod(shapes[tensor]) for tensor in adapted_tensors(shapes, ["all-linear"]))
-
-
 class ParameterCount(NamedTuple):
     dense: int
     experts: int

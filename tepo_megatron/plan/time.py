@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from tepo_megatron.config import ClusterConfig, RunConfig
 from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, HostMemory, TrainingRanks, on_gpu
-from tepo_megatron.plan.shapes import active_parameters, linear_parameters, model_parameters, resolve_spec
+from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec
+from tepo_megatron.weights.adapters import adapted_tensors
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import VllmParallel, check_trainer_split
 from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.table import tensor_shapes
 
 _VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an assumption
 
@@ -34,7 +38,7 @@ class ServerMemory:
     @classmethod
     def of(cls, spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
         server, b = config.rollout.server, _server_bytes(config)
-        quantised = linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
+        quantised = _linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
         weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
         per_token = _kv_bytes_per_token(spec, server.tp, b)
         guesser, _ = draft_spec(config)
@@ -426,3 +430,9 @@ def _recomputed_flops(ranks: TrainingRanks, mean_length: float) -> float:
     attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
     mlp = 2 * spec.num_layers * 3 * spec.hidden_size * ranks.passed_width if again & {"mlp", "moe"} else 0
     return attention + mlp + fused_head
+
+
+@lru_cache(maxsize=64)
+def _linear_parameters(spec: ModelSpec) -> int:
+    shapes = tensor_shapes(spec)
+    return sum(math.prod(shapes[tensor]) for tensor in adapted_tensors(shapes, ["all-linear"]))

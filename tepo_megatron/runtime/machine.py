@@ -50,7 +50,7 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def variable(name: str, default: int) -> int:
-    """A whole number of the environment. Raises ValueError for something else."""
+    """Reads a whole number of the environment. Raises ValueError for something else."""
     text = os.environ.get(name) or str(default)
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise ValueError(
@@ -63,11 +63,6 @@ def available_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def load_hint() -> str:
-    load, cores = os.getloadavg()[0], len(available_cores())
-    return "" if load <= 2 * cores else f" This machine's load is {load:.0f} on {cores} cores: end other work, or allow more."
 
 
 def read_cores(cores: str) -> list[list[int]]:

@@ -8,8 +8,6 @@ model's. Formats 1 and 2 are read too.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tepo_megatron.core.problem import is_reward, not_a_reward
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
-from tepo_megatron.runtime.files import partial_path, write_atomically
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.sampler.sampling import response_faults
 
 FORMAT = 3
@@ -127,20 +125,6 @@ def write_rollouts(
     first = json.dumps(head | {"sha256": _digest(head, body)}) + "\n"
     write_atomically(path, first.encode() + body, sync=flush)
     return path
-
-
-def link_record(path: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / path.name
-    if target.exists() and target.samefile(path):
-        return
-    partial = partial_path(target)
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(path, partial)
-    except OSError:
-        shutil.copyfile(path, partial)
-    partial.replace(target)
 
 
 def read_rollouts(folder: Path, step: int) -> list[Rollout]:

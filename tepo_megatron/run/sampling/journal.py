@@ -8,6 +8,8 @@ group 123 until an entry has it (decision 024).
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,9 +21,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group
-from tepo_megatron.runtime.files import Failed, write_atomically
+from tepo_megatron.runtime.files import Failed, partial_path, write_atomically
 from tepo_megatron.runtime.text import parse_json
-from tepo_megatron.sampler.rollout_file import Record, check_rollouts, link_record, read_record, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.trainer.run_compatibility import source_verifiers
@@ -131,7 +133,7 @@ class Journal:
     def _keep_record(self, path: Path) -> None:
         if self._records is not None:
             with self.reporting(self._records / path.name):
-                link_record(path, self._records)
+                _link_record(path, self._records)
 
     @contextmanager
     def reporting(self, path: Path) -> Iterator[None]:
@@ -208,3 +210,17 @@ class GroupStore:
 def _step(path: Path, *, default: int = 0) -> int:
     number = path.stem.removeprefix("step_")
     return int(number) if number.isdecimal() else default
+
+
+def _link_record(path: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / path.name
+    if target.exists() and target.samefile(path):
+        return
+    partial = partial_path(target)
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(path, partial)
+    except OSError:
+        shutil.copyfile(path, partial)
+    partial.replace(target)

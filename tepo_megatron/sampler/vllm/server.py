@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
-from tepo_megatron.runtime.machine import load_hint, read_cores
+from tepo_megatron.runtime.machine import available_cores, read_cores
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
@@ -131,7 +131,7 @@ class Server:
                 self.stop()
                 raise RuntimeError(
                     f"the vLLM server at {self.url} was not ready within {timeout_s:g} s "
-                    f"(rollout.server.start_timeout_s) and was stopped.{load_hint()}\n{self.log_end()}"
+                    f"(rollout.server.start_timeout_s) and was stopped.{_load_hint()}\n{self.log_end()}"
                 )
             time.sleep(0.2)
         self._release_port()
@@ -410,3 +410,8 @@ def _first_error(log: Sequence[str]) -> list[str]:
                 messages.append([text])
     causes = [lines for lines in (*errors, *messages) if not _CONSEQUENCES.search(lines[0])]
     return next(iter([*causes, *errors]), [])
+
+
+def _load_hint() -> str:
+    load, cores = os.getloadavg()[0], len(available_cores())
+    return "" if load <= 2 * cores else f" This machine's load is {load:.0f} on {cores} cores: end other work, or allow more."
