@@ -21,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 45_945,
-    "tests, lines": 38_690,
-    "docs and docstrings, words": 106_460,
-    "public classes and functions": 780,
-    "modules": 254,
+    "package, lines": 48_735,
+    "tests, lines": 39_114,
+    "docs and docstrings, words": 108_995,
+    "public classes and functions": 809,
+    "modules": 262,
     "modules below 60 lines": 40,
     "largest folder, files": 18,
     "entries at the top of the package": 14,

@@ -77,7 +77,7 @@ def running_time() -> float:
 
 @asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """As ``asyncio.timeout``, of :func:`running_time`."""
+    """As ``asyncio.timeout``, but counts :func:`running_time`."""
     loop, end = asyncio.get_running_loop(), running_time() + seconds
     async with asyncio.timeout(None) as limit:
         timer = loop.call_later(seconds, lambda: check())

@@ -323,7 +323,7 @@ class WorkerPool(ABC, Generic[W, C]):
                 case {} if not worker.ready and ("error" in reply or {"notice", "concurrent"} <= reply.keys()):
                     self._begin(worker, reply)
                     continue
-                case [int() as number, answer, int() | float() as seconds, bool() as last] if worker.ready:
+                case [int() as number, answer, int() | float() as took, bool() as last] if worker.ready and 0 <= took < 1e9:
                     call = next((call for call in worker.pending if call.number == number), None)
                 case _:
                     call = None
@@ -331,7 +331,7 @@ class WorkerPool(ABC, Generic[W, C]):
                 self._replace(worker, _NO_ANSWER.format(self._limits.what), "died")
                 return
             worker.pending.remove(call)
-            self._answered(worker, call, answer, seconds)
+            self._answered(worker, call, answer, took)
             if last:
                 self._replace(worker, "its worker had grown too large", "grown")
                 return

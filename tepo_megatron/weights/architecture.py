@@ -287,7 +287,7 @@ def generation_end_ids(folder: Path) -> list[int]:
 
 
 def end_ids(path: Path) -> list[int]:
-    """``eos_token_id`` of a file. Raises ValueError unless it is an id, several, or missing."""
+    """Reads ``eos_token_id`` of a file. Raises ValueError unless it is an id, several, or missing."""
     ids = read_object(path).get("eos_token_id")
     listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tepo_megatron.tools.faults.hostile import BROKEN, PIECES, text_of, value_of
+from tepo_megatron.tools.faults.hostile import BROKEN, PIECES, Hostile
 
-_randoms = st.integers(0, 2**32 - 1).map(Random)
-texts = _randoms.map(text_of) | st.sampled_from(PIECES)
+_randoms = st.integers(0, 2**32 - 1).map(Hostile)
+texts = _randoms.map(Hostile.text) | st.sampled_from(PIECES)
 """Some are huge, and some have surrogates."""
 
 valid_texts = texts.map(lambda text: text.encode("utf-8", "replace").decode())
 """They have no surrogates."""
 
-values = _randoms.map(value_of)
+values = _randoms.map(Hostile.value)
 """They may become JSON, with NaN and infinities."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -45,8 +46,7 @@ class RegistryEntry:
         try:
             values = parse_json(path.read_bytes(), path, dict)
             registration = _Registration(str(values.get("url")), str(values.get("life")))
-            parts = urlsplit(registration.url)
-            if parts.scheme != "http" or not parts.hostname or not parts.port or not registration.life.isalnum():
+            if not re.fullmatch(r"http://[\w.:\[\]%-]+:\d+/?", registration.url, re.ASCII) or not registration.life.isalnum():
                 raise ValueError("it lacks a server's url and life")
             return registration
         except FileNotFoundError:

@@ -62,7 +62,8 @@ class EpisodeAnswer:
                 return cls(episode, error=fault)
         match values[1:]:
             case [dict() as answer, None | str() as error, None | str() as lost, bool() as suspect, int() | float() as seconds]:
-                if error is not None or lost is not None or _is_step(answer):
+                is_sound = error is not None or lost is not None or _is_step(answer)
+                if is_sound and is_reward(seconds):
                     return cls(number, answer, error, lost, suspect, seconds)
         return cls(number, error=fault)
 

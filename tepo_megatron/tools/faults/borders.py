@@ -45,16 +45,13 @@ from tepo_megatron.tools.faults import file_borders  # noqa: F401 (they are entr
 from tepo_megatron.tools.faults.episode_borders import ANSWER, REQUEST, InProcess
 from tepo_megatron.tools.faults.hostile import (
     ENTRIES,
+    Hostile,
     attempt,
     border,
-    bytes_of,
     chat_tokenizer,
-    damaged,
     is_shown,
     needs_unicode,
     refusable,
-    text_of,
-    value_of,
 )
 from tepo_megatron.tools.faults.input_faults import limit_process
 from tepo_megatron.tools.faults.processes import in_fork
@@ -68,7 +65,7 @@ def _sound_reply(body: bytes, head: str = "200 OK", length: int | None = None, k
     return f"HTTP/1.1 {head}\r\nConnection: close\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
-def _reply_of(body: bytes, random: Random) -> bytes:
+def _reply_of(body: bytes, random: Hostile) -> bytes:
     how, length = random.random(), len(body)
     if how < 0.1:
         return random.choice((b"", b"HTTP/1.1 200 OK\r\n", b"\0" * 9, b"HTTP/1.1 999 \xff\r\n\r\n", b"x\r\n\r\n"))
@@ -85,7 +82,7 @@ def _reply_of(body: bytes, random: Random) -> bytes:
 
 @contextmanager
 def _answering(replies: Callable[[bytes], bytes]) -> Iterator[str]:
-    """A server that gives each request, of which it reads the first part, a function's bytes."""
+    """A server reads the first part of a request, and replies with a function's bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -108,9 +105,9 @@ def _answering(replies: Callable[[bytes], bytes]) -> Iterator[str]:
 
 
 @border("judge")
-def _judge(folder: Path, random: Random) -> None:
-    score = random.choice(("Score: 1", "Score: 1", f"Score: {'9' * 400}", text_of(random)))
-    reply = _reply_of(bytes_of({"choices": [{"message": {"content": score}}]}, random), random)
+def _judge(folder: Path, random: Hostile) -> None:
+    score = random.choice(("Score: 1", "Score: 1", f"Score: {'9' * 400}", random.text()))
+    reply = _reply_of(random.json({"choices": [{"message": {"content": score}}]}), random)
 
     async def ask(url: str) -> Any:
         judge = Judge(url, "m", retries=0, timeout_s=5.0)
@@ -124,8 +121,8 @@ def _judge(folder: Path, random: Random) -> None:
 
 
 @border("environment servers")
-def _servers(folder: Path, random: Random) -> None:
-    """What they answer to a trainer."""
+def _servers(folder: Path, random: Hostile) -> None:
+    """They answer to a trainer."""
     key = folder / "key"
     read_key(key, write=True)
     opened = random.random() < 0.7
@@ -133,9 +130,9 @@ def _servers(folder: Path, random: Random) -> None:
     def replies(request: bytes) -> bytes:
         if b"POST /sessions HTTP" in request:
             sound = {"session": "s", "notice": None}
-            return _sound_reply(json.dumps(sound).encode()) if opened else _reply_of(bytes_of(sound, random), random)
+            return _sound_reply(json.dumps(sound).encode()) if opened else _reply_of(random.json(sound), random)
         answers = [[0, ANSWER, None, None, False, 0.1]]
-        return _reply_of(bytes_of(answers if b"/answers" in request else {"a": 1}, random), random)
+        return _reply_of(random.json(answers if b"/answers" in request else {"a": 1}), random)
 
     with _answering(replies) as url:
         config = EnvironmentConfig(name="calculator", servers=(url,), key_file=key)
@@ -148,7 +145,7 @@ def _servers(folder: Path, random: Random) -> None:
 
 
 @border("sampler")
-def _sampler(folder: Path, random: Random) -> None:
+def _sampler(folder: Path, random: Hostile) -> None:
     """The servers' JSON and text, and their stream of responses."""
     frames = [response_frame(0, [5, 6], [-0.5, -0.1], "stop", [(0, "0:")], cached=0), head_frame({"end": 1})]
     heads = [
@@ -156,12 +153,12 @@ def _sampler(folder: Path, random: Random) -> None:
         {"end": 1},
         {"error": "e"},
     ]
-    stream = b"".join(frames) if random.random() < 0.5 else head_frame({}) + bytes_of(random.choice(heads), random)
+    stream = b"".join(frames) if random.random() < 0.5 else head_frame({}) + random.json(random.choice(heads))
     if random.random() < 0.5:
-        text = bytes_of(random.choice(heads), random)
+        text = random.json(random.choice(heads))
         stream = len(text).to_bytes(4, "little") + text + random.randbytes(8)
     scored = {"prompt_logprobs": [None, {"5": {"logprob": -0.5}}], "facts": "f", "success": True}
-    bodies = [damaged(stream, random) if random.random() < 0.5 else stream, bytes_of(scored, random)]
+    bodies = [random.damaged(stream) if random.random() < 0.5 else stream, random.json(scored)]
 
     def replies(request: bytes) -> bytes:
         return _reply_of(bodies[b"/tepo/samples" not in request], random)
@@ -181,13 +178,13 @@ def _sampler(folder: Path, random: Random) -> None:
             client.close()
 
 
-def _request_of(path: str, key: str, body: bytes, random: Random) -> bytes:
+def _request_of(path: str, key: str, body: bytes, random: Hostile) -> bytes:
     length: Any = random.choice((len(body),) * 4 + (len(body) + 9, -1, "9" * 5000, 2**40, "x", max(0, len(body) - 3), "1_0"))
     lines = [f"POST {path} HTTP/1.1", "Host: a", f"Authorization: Bearer {random.choice((key, key, key, 'no', key[:-1], 'é'))}"]
     lines.append("Transfer-Encoding: chunked" if random.random() < 0.2 else f"Content-Length: {length}")
     lines += ["A: " + "b" * 100_000] * (random.random() < 0.1)
     data = ("\r\n".join(lines) + "\r\n\r\n").encode() + body
-    return damaged(data, random) if random.random() < 0.3 else data
+    return random.damaged(data) if random.random() < 0.3 else data
 
 
 def _connected(url: str) -> socket.socket:
@@ -204,7 +201,7 @@ def _send(url: str, data: bytes) -> None:
 
 
 @border("environment serve")
-def _service(folder: Path, random: Random) -> None:
+def _service(folder: Path, random: Hostile) -> None:
     """Requests of others, slow ones too, beside a trainer's sound one."""
     config = EnvironmentConfig(name="guess_number", timeout_s=60.0)
     key = "k" * 20
@@ -230,7 +227,7 @@ def _service(folder: Path, random: Random) -> None:
                 sound = {"/sessions": {"environment": described}, calls: [[1, reset], [1, ["step", "a", "", "stop"]]]}
                 sound[f"/sessions/{session}/answers"] = {"wait_s": 0}
                 for path in [*sound] * 2:
-                    _send(service.url, _request_of(path, key, bytes_of(sound[path], random), random))
+                    _send(service.url, _request_of(path, key, random.json(sound[path]), random))
                 with _connected(service.url) as slow, _connected(service.url) as stranger:
                     slow.sendall(b"POST /sessions HTTP/1.1\r\nContent-Le")
                     stranger.sendall(b"POST /sessions HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
@@ -250,8 +247,8 @@ def _agent(problem: Problem, base_url: str, api_key: str, data: Any) -> float:
     if problem.answer == "hostile":
         for path in ("/v1/chat/completions", "/v1/reward", "/v1/chat/completions"):
             body = {"reward": 1.0} if "reward" in path else REQUEST
-            _send(base_url, _request_of(path, api_key, bytes_of(body, data), data))
-        return value_of(data)
+            _send(base_url, _request_of(path, api_key, data.json(body), data))
+        return data.value()
     request = {"messages": [{"role": "user", "content": "1"}]}
     reply = httpx.post(
         f"{base_url}/chat/completions", json=request, headers={"Authorization": f"Bearer {api_key}"}, timeout=60.0
@@ -261,7 +258,7 @@ def _agent(problem: Problem, base_url: str, api_key: str, data: Any) -> float:
 
 
 @border("agents' address")
-def _address(folder: Path, random: Random) -> None:
+def _address(folder: Path, random: Hostile) -> None:
     """An agent that sends what no client sends, and another of the same process."""
     from tepo_megatron.tasks.environments.agents import Agents
 
@@ -297,8 +294,8 @@ def _address(folder: Path, random: Random) -> None:
 
 
 @border("terminal")
-def _terminal(folder: Path, random: Random) -> None:
-    text, encoding = text_of(random), random.choice(("utf-8", "latin-1", "ascii"))
+def _terminal(folder: Path, random: Hostile) -> None:
+    text, encoding = random.text(), random.choice(("utf-8", "latin-1", "ascii"))
     stream = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
     with patch.object(sys, "stdout", stream), patch.object(sys, "stderr", stream):
         echo(text)
@@ -314,9 +311,9 @@ def _terminal(folder: Path, random: Random) -> None:
 
 
 @border("loggers and metrics")
-def _loggers(folder: Path, random: Random) -> None:
-    needs_unicode(without_secrets({text_of(random): [value_of(random, 0)]}))
-    name = text_of(random)
+def _loggers(folder: Path, random: Hostile) -> None:
+    needs_unicode(without_secrets({random.text(): [random.value(0)]}))
+    name = random.text()
     with closing(MetricsWriter(folder, tensorboard=True)) as metrics:
         metrics.write(1, {name: random.choice((0.5, float("nan"), 1e308, 1e39))})
     (row,) = read_metrics(folder / "metrics.jsonl")
@@ -325,14 +322,14 @@ def _loggers(folder: Path, random: Random) -> None:
 
 # -- the class of faults -----------------------------------------------------------------------------------------------------
 
-_TRIES, _SLOW = 60, {"environment serve": 10}  # a second each
+_TRIES, _SLOW = 30, {"environment serve": 5, "verifier's pipe": 5}  # a second each
 _LIMIT_S = 60
 
 
 def _tries(name: str, folder: Path, seed: int, tries: int) -> Sequence[str]:
     limit_process(_LIMIT_S)
     results = [attempt(name, folder, number) for number in range(seed, seed + tries)]
-    lost = [("lost", f"seed {seed + index}: {said}") for index, (result, said) in enumerate(results) if result == "lost"]
+    lost = [("lost", f"seed {seed + index}: {message}") for index, (result, message) in enumerate(results) if result == "lost"]
     return (lost or [item for item in results if item[0] == "refused"] or results)[0]
 
 
@@ -350,8 +347,8 @@ class _Borders(FaultClass):
         tries = 1 if self.workshop.is_quick else _SLOW.get(name, _TRIES)
         answer = in_fork(_tries, name, self.folder, seed, tries, limit_s=10.0 * _LIMIT_S)
         result: Any
-        result, said = answer or ("lost", f"no answer within {_LIMIT_S} s of processor time and its memory")
-        return FaultOutcome(f"{name}, seeds {seed} to {seed + tries - 1}", result, said)
+        result, message = answer or ("lost", f"no answer within {_LIMIT_S} s of processor time and its memory")
+        return FaultOutcome(f"{name}, seeds {seed} to {seed + tries - 1}", result, message)
 
 
 FAULTS: tuple[type[FaultClass], ...] = (_Borders,)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -25,23 +24,13 @@ from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult
 from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.tools.faults.hostile import (
-    border,
-    bytes_of,
-    chat_tokenizer,
-    damaged,
-    needs_unicode,
-    refusable,
-    spoilt,
-    text_of,
-    value_of,
-)
+from tepo_megatron.tools.faults.hostile import NUMBERS, Hostile, border, chat_tokenizer, needs_unicode, refusable
 
 # -- verifiers ---------------------------------------------------------------------------------------------------------------
 
 
 class _Odd:
-    """A verifier whose response is the number of what it returns, raises, or writes to its parent."""
+    """A response is the number of a value that this verifier returns, raises, or writes to its parent."""
 
     def __init__(self, answers: Sequence[Any]) -> None:
         self._answers = answers
@@ -57,17 +46,15 @@ class _Odd:
         return answer
 
 
-def _odd_answer(random: Random) -> Any:
+def _odd_answer(random: Hostile) -> Any:
     values = [
-        value_of(random),
-        spoilt({"right": 1.0, "brief": 0.5}, random),
+        random.value(),
+        random.spoilt({"right": 1.0, "brief": 0.5}),
         np.float64(random.choice((1e39, 0.5))),
         {1, 2},
         object(),
     ]
-    raised = [
-        kind(text_of(random)) for kind in (ValueError, KeyError, SystemExit, KeyboardInterrupt, MemoryError, StopIteration)
-    ]
+    raised = [kind(random.text()) for kind in (ValueError, KeyError, SystemExit, KeyboardInterrupt, MemoryError, StopIteration)]
     return random.choice([*values, random.choice(raised), b"not for the parent", type])
 
 
@@ -83,16 +70,16 @@ def _score(answers: Sequence[Any], *, neighbours: bool) -> None:
 
 
 @border("verifier")
-def _verifier(folder: Path, random: Random) -> None:
+def _verifier(folder: Path, random: Hostile) -> None:
     _score([answer for _ in range(8) if not isinstance(answer := _odd_answer(random), bytes)], neighbours=True)
 
 
 @border("verifier's pipe")
-def _pipe(folder: Path, random: Random) -> None:
-    """The process of a verifier writes what is no answer to the trainer's pipe."""
+def _pipe(folder: Path, random: Hostile) -> None:
+    """The process of a verifier writes something else than an answer to the trainer's pipe."""
     number = random.randrange(4)
-    line = damaged if random.random() < 0.2 else lambda data, _: data
-    _score([line(bytes_of([number, [[1.0, None]], 0.1, False], random), random) + b"\n"], neighbours=False)
+    line = random.json([number, [[1.0, None]], 0.1, False])
+    _score([(random.damaged(line) if random.random() < 0.2 else line) + b"\n"], neighbours=False)
 
 
 # -- environments ------------------------------------------------------------------------------------------------------------
@@ -109,7 +96,7 @@ class _OddEnvironment:
         return self._first if self._hostile else "1"
 
     def step(self, action: ResponseText) -> Any:
-        return self._step if self._hostile else StepResult("1", 1.0, True)
+        return self._step if self._hostile else StepResult("1", {"right": 1.0}, True)
 
 
 class InProcess:
@@ -163,9 +150,11 @@ class _Samples:
         return self._pending.popleft() if self._pending else None
 
 
-def _play(host: Any, random: Random, **environment: Any) -> None:
-    """An episode with a hostile environment, and a sound one beside it."""
-    config = RunConfig.model_validate({"environment": {"name": "a.py:A", "max_turns": 3, **environment}})
+def _play(host: Any) -> None:
+    """Plays an episode with a hostile environment next to a sound one."""
+    config = RunConfig.model_validate(
+        {"environment": {"name": "a.py:A", "max_turns": 3}, "reward": {"weights": {"right": 1.0}}}
+    )
     problems = [Problem("p0", "1+1=", "hostile", {"a": 1}), Problem("p1", "1+1=", "sound")]
     with (
         patch.object(EnvironmentTask, "open_host", lambda *_: host),
@@ -187,20 +176,13 @@ def _play(host: Any, random: Random, **environment: Any) -> None:
 
 
 @border("environment")
-def _environment(folder: Path, random: Random) -> None:
-    told = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"}]
-    observations: tuple[Any, ...] = (
-        text_of(random),
-        value_of(random),
-        spoilt(told, random),
-        spoilt([1, 2], random),
-        {1: 2},
-        b"a",
-        np.ones(2),
-    )
-    first, then = random.choice(observations), random.choice(observations)
-    reward = random.choice((value_of(random), spoilt({"right": 1.0}, random), 0.5))
-    step = random.choice((StepResult(then, reward, random.random() < 0.5), then))
+def _environment(folder: Path, random: Hostile) -> None:
+    sound = [{"role": "user", "content": random.text()}, {"role": "tool", "content": "b", "name": "c"}]
+    odd = (random.value(), random.spoilt(sound), random.spoilt([1, 2]), {1: 2}, b"a", np.ones(2))
+    first = "1" if random.random() < 0.6 else random.choice((random.text(), *odd))
+    then: Any = random.choice((random.text(), sound, random.choice(odd)))
+    reward = random.choice(({"right": random.choice(NUMBERS)}, random.value(), random.spoilt({"right": 1.0})))
+    step = then if random.random() < 0.1 else StepResult(then, reward, random.random() < 0.5)
     setup = EnvironmentConfig(name="a.py:A", timeout_s=60.0).model_dump()
     table = EpisodeTable(
         {**setup, "name": f"{__name__}:_OddEnvironment", "kwargs": {"first": first, "step": step}, "agent": None}
@@ -208,19 +190,21 @@ def _environment(folder: Path, random: Random) -> None:
 
     def answer(episode: int, call: list[Any]) -> EpisodeAnswer:
         result = json.loads(json.dumps(asyncio.run(table.answer(episode, json.loads(json.dumps(call))))))
-        if (observation := result.get("observation")) and observation[0] == "text":
-            ids = Observations(chat_tokenizer(), 300).ids(observation, ended=True)
-            assert (ids > 3).all(), f"special tokens in {observation[1]!r}"
+        if (observation := result.get("observation")) and observation[0] in ("text", "messages"):
+            with refusable():
+                ids = Observations(chat_tokenizer(), 300).ids(observation, ended=True)
+                most = 0 if observation[0] == "text" else 2 * len(observation[1]) + 1  # the template's own
+                assert (ids <= 3).sum() <= most, f"special tokens of {observation[1]!r}"
         return EpisodeAnswer(episode, result, result.pop("error", None))
 
-    _play(InProcess(answer), random)
+    _play(InProcess(answer))
 
 
-ANSWER = {"observation": ["text", "1"], "reward": 0.5, "done": False, "tool_error": False}
+ANSWER = {"observation": ["text", "1"], "reward": {"right": 0.5}, "done": False, "tool_error": False}
 
 
 @border("environment's pipe")
-def _environment_answers(folder: Path, random: Random) -> None:
+def _environment_answers(folder: Path, random: Hostile) -> None:
     """What a process or a server of environments sends."""
     chat = vars(
         ChatRequest(({"role": "user", "content": "a"},), begins=True, tools=({"type": "function", "function": {"name": "f"}},))
@@ -230,21 +214,13 @@ def _environment_answers(folder: Path, random: Random) -> None:
     )
 
     def answer(episode: int, call: list[Any]) -> EpisodeAnswer:
-        sound = [
-            episode,
-            {**ANSWER, "done": call[0] == "step", "reward": 1.0 if call[0] == "step" else 0.0},
-            None,
-            None,
-            False,
-            0.1,
-        ]
-        if episode == 0:
-            sound = spoilt([0, {**ANSWER, "observation": observation}, None, None, False, 0.1], random)
-            if isinstance(sound, list) and sound[:1] != [0]:
-                sound = [0, *sound[1:]]
-        return EpisodeAnswer.read(sound, episode)
+        if episode:
+            ends = call[0] == "step"
+            return EpisodeAnswer(episode, {**ANSWER, "reward": {"right": 1.0} if ends else 0.0, "done": ends})
+        values = random.spoilt([0, {**ANSWER, "observation": observation}, None, None, False, 0.1])
+        return EpisodeAnswer.read([0, *values[1:]] if isinstance(values, list) else values, episode)
 
-    _play(InProcess(answer), random)
+    _play(InProcess(answer))
 
 
 # -- requests of agents and trainers -----------------------------------------------------------------------------------------
@@ -261,9 +237,9 @@ REQUEST = {
 
 
 @border("agents' requests")
-def _requests(folder: Path, random: Random) -> None:
+def _requests(folder: Path, random: Hostile) -> None:
     try:
-        asked = AgentRequest.read(spoilt(REQUEST | {"temperature": 1.0, "n": 1}, random), {"temperature": 1.0}, frozenset())
+        asked = AgentRequest.read(random.spoilt(REQUEST | {"temperature": 1.0, "n": 1}), {"temperature": 1.0}, frozenset())
     except RefusedError as refused:
         needs_unicode(refused.body())
         return
@@ -275,10 +251,10 @@ def _requests(folder: Path, random: Random) -> None:
 
 
 @border("tool calls")
-def _tool_calls(folder: Path, random: Random) -> None:
+def _tool_calls(folder: Path, random: Hostile) -> None:
     """The model's own text is read as calls, and sent to the agent."""
-    call = bytes_of({"name": "f", "arguments": {"a": 1}}, random).decode("utf-8", "replace")
-    action = ResponseText(f"{text_of(random)}<tool_call>{call}</tool_call>".encode("utf-8", "replace").decode(), (5,), "stop")
+    call = random.json({"name": "f", "arguments": {"a": 1}}).decode("utf-8", "replace")
+    action = ResponseText(f"{random.text()}<tool_call>{call}</tool_call>".encode("utf-8", "replace").decode(), (5,), "stop")
     answer = ChatAnswer.read(action, "hermes")
     completion = answer.completion("m", action)
     needs_unicode([completion, ChatAnswer.chunks(completion, usage=True)])

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -39,16 +38,13 @@ from tepo_megatron.tasks.environments.protocol import read_key
 from tepo_megatron.tasks.evaluate.results import compare_results
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tepo_megatron.tools.faults.hostile import (
+    NUMBERS,
+    Hostile,
     border,
-    bytes_of,
     chat_tokenizer,
-    damaged,
-    lines_of,
     named,
     needs_unicode,
     refusable,
-    spoilt,
-    text_of,
     tokenizer_files,
     write_tokenizer,
 )
@@ -84,17 +80,17 @@ _SAMPLES = {
 }
 
 
-def _spoil_one(folder: Path, random: Random, files: dict[str, Any]) -> None:
+def _spoil_one(folder: Path, random: Hostile, files: dict[str, Any]) -> None:
     """``files``: an object, rows, or bytes by name."""
     wrong = random.choice(list(files))
     for name, sound in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(sound, bytes):
-            data = damaged(sound, random) if name == wrong else sound
+            data = random.damaged(sound) if name == wrong else sound
         elif isinstance(sound, list):
-            data = lines_of(sound, random) if name == wrong else "".join(json.dumps(row) + "\n" for row in sound).encode()
+            data = random.lines(sound) if name == wrong else "".join(json.dumps(row) + "\n" for row in sound).encode()
         else:
-            data = bytes_of(sound, random) if name == wrong else json.dumps(sound).encode()
+            data = random.json(sound) if name == wrong else json.dumps(sound).encode()
         (folder / name).write_bytes(data)
 
 
@@ -103,7 +99,7 @@ def _tiny() -> Tokenizer:
     return load_tokenizer(resolve_model_path(_TINY))
 
 
-def _read_data(path: Path, random: Random) -> None:
+def _read_data(path: Path, random: Hostile) -> None:
     template = random.choice((None, None, "{prompt} {answer}", "{more}"))
     with named(path):
         problems = load_problems(SourceConfig(path=str(path), template=template))
@@ -114,8 +110,8 @@ def _read_data(path: Path, random: Random) -> None:
                 encode_prompt(tokenizer, problem)
 
 
-def _data(name: str, content: Callable[[Random], bytes]) -> None:
-    def entry(folder: Path, random: Random) -> None:
+def _data(name: str, content: Callable[[Hostile], bytes]) -> None:
+    def entry(folder: Path, random: Hostile) -> None:
         path = folder / f"a.{name}"
         path.write_bytes(content(random))
         _read_data(path, random)
@@ -123,19 +119,17 @@ def _data(name: str, content: Callable[[Random], bytes]) -> None:
     border(f"data.{name}")(entry)
 
 
-def _cells(random: Random) -> bytes:
-    cells = [
-        text_of(random) if random.random() < 0.3 else sound for sound in ("prompt", "answer", "more", "1+1=", "2", '"a, b"')
-    ]
+def _cells(random: Hostile) -> bytes:
+    cells = [random.text() if random.random() < 0.3 else sound for sound in ("prompt", "answer", "more", "1+1=", "2", '"a, b"')]
     data = "{},{},{}\n{},{},{}\n".format(*cells).encode("utf-8", "surrogatepass")
-    return damaged(data, random) if random.random() < 0.3 else data
+    return random.damaged(data) if random.random() < 0.3 else data
 
 
-def _parquet(random: Random) -> bytes:
+def _parquet(random: Hostile) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet
 
-    texts = [text_of(random).encode("utf-8", random.choice(("replace", "surrogatepass"))) for _ in range(2)]
+    texts = [random.text().encode("utf-8", random.choice(("replace", "surrogatepass"))) for _ in range(2)]
     raw = pa.array(texts, pa.binary())
     columns = {
         "prompt": pa.Array.from_buffers(pa.string(), 2, raw.buffers()),
@@ -144,17 +138,17 @@ def _parquet(random: Random) -> bytes:
     }
     file = io.BytesIO()
     pyarrow.parquet.write_table(pa.table(columns), file)
-    return damaged(file.getvalue(), random) if random.random() < 0.5 else file.getvalue()
+    return random.damaged(file.getvalue()) if random.random() < 0.5 else file.getvalue()
 
 
-_data("jsonl", lambda random: lines_of([random.choice((_ROW, _CHAT)), _ROW | {"id": "b"}], random))
-_data("json", lambda random: bytes_of([_ROW, _CHAT], random))
+_data("jsonl", lambda random: random.lines([random.choice((_ROW, _CHAT)), _ROW | {"id": "b"}]))
+_data("json", lambda random: random.json([_ROW, _CHAT]))
 _data("csv", _cells)
 _data("parquet", _parquet)
 
 
 @border("data.saved")
-def _saved(folder: Path, random: Random) -> None:
+def _saved(folder: Path, random: Hostile) -> None:
     state = {"_data_files": [{"filename": "a.arrow"}]}
     _spoil_one(
         folder, random, {"dataset_dict.json": {"splits": ["train"]}, "train/state.json": state, "train/a.arrow": bytes(64)}
@@ -163,10 +157,10 @@ def _saved(folder: Path, random: Random) -> None:
 
 
 @border("recorded responses")
-def _recorded(folder: Path, random: Random) -> None:
+def _recorded(folder: Path, random: Hostile) -> None:
     path = folder / "a.jsonl"
     one = {"prompt": "1+1=", "answer": "2", "response": "2", "responses": ["2"], "finish_reason": "stop"}
-    path.write_bytes(lines_of([_SAMPLES, one], random))
+    path.write_bytes(random.lines([_SAMPLES, one]))
     with named(path):
         groups = read_recorded(path)
     for problem, responses in groups:
@@ -183,13 +177,15 @@ def _rollouts(count: int = 2) -> list[Rollout]:
     ]
 
 
-def _write_record(folder: Path, random: Random) -> None:
+def _write_record(folder: Path, random: Hostile) -> None:
     """Half of the lines are those that a digest belongs to."""
     path = write_rollouts(folder, 3, _rollouts(), drawn_by="me")
     head, *lines = map(json.loads, path.read_text().splitlines())
-    body = lines_of(lines, random)
+    body = random.lines(lines)
+    if random.random() < 0.3:
+        body = "".join(json.dumps({**line, "reward": random.choice(NUMBERS)}) + "\n" for line in lines).encode()
     if random.random() < 0.2:
-        head = spoilt(head, random)
+        head = random.spoilt(head)
     if isinstance(head, dict) and random.random() < 0.8:
         head = {key: value for key, value in head.items() if key != "sha256"}
         head["sha256"] = sha256(json.dumps(head).encode() + b"\n" + body).hexdigest()
@@ -197,23 +193,22 @@ def _write_record(folder: Path, random: Random) -> None:
 
 
 @border("rollouts")
-def _replayed(folder: Path, random: Random) -> None:
+def _replayed(folder: Path, random: Hostile) -> None:
     _write_record(folder, random)
     record = read_record(folder, 3)
     check_rollouts(record_path(folder, 3), record.rollouts, step=3, prompts=1, samples=2, vocab_size=64)
+    assert all(item.reward is None or abs(item.reward) <= 1e15 for item in record.rollouts), "a reward that is none"
     needs_unicode([[item.text, item.problem_id, dict(item.reward_parts)] for item in record.rollouts])
 
 
 @border("journal")
-def _journal(folder: Path, random: Random) -> None:
+def _journal(folder: Path, random: Hostile) -> None:
     rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "record": True}
     config = _run_folder(folder, rollout=rollout, train={"minibatches": 1})
     journal = Journal(config, lambda _: None, lambda path, error: None)
     _write_record(journal.folder, random)
     journal.find(3, lambda _: "me")
-    record_path(journal.folder, 3).with_suffix(".json").write_bytes(
-        bytes_of({"drawn_by": "me", "after": {}, "figures": {}}, random)
-    )
+    record_path(journal.folder, 3).with_suffix(".json").write_bytes(random.json({"drawn_by": "me", "after": {}, "figures": {}}))
     store = GroupStore(journal, active=True)
     state = store.read_state(3)
     assert state is None or state.get("drawn_by") != "me" or {"after", "figures"} <= state.keys(), "a state without its parts"
@@ -229,17 +224,17 @@ def _identity() -> dict[str, Any]:
 
 
 @border("checkpoint")
-def _checkpoint(folder: Path, random: Random) -> None:
+def _checkpoint(folder: Path, random: Hostile) -> None:
     """Its state is hostile, or its manifest."""
     config = _run_folder(folder, train={"resume": True, "steps": 9})
     saved = folder / "checkpoints" / "step_000003"
     state = {"step": 3, "updates": 3, "model": _TINY, "weights_digest": "x", "identity": _identity(), "sampler": {"seed": 0}}
     saved.mkdir(parents=True)
-    (saved / STATE).write_bytes(data := bytes_of(state, random))
+    (saved / STATE).write_bytes(data := random.json(state))
     CheckpointManifest.write(saved, 3, {STATE: FileRecord(len(data), sha256(data).hexdigest())})
     if random.random() < 0.5:
         content = json.loads((saved / MANIFEST).read_text())
-        content = spoilt({key: value for key, value in content.items() if key != "sha256"}, random)
+        content = random.spoilt({key: value for key, value in content.items() if key != "sha256"})
         if isinstance(content, dict):
             text = json.dumps(content, sort_keys=True, separators=(",", ":"))
             content["sha256"] = sha256(text.encode()).hexdigest()
@@ -247,17 +242,17 @@ def _checkpoint(folder: Path, random: Random) -> None:
     find_checkpoint(config, resolve_model_path(_TINY)).messages(config)
 
 
-def _shard(name: str, random: Random) -> bytes:
+def _shard(name: str, random: Hostile) -> bytes:
     """A safetensors file with a hostile header, or a damaged one."""
     sound = safetensors_header({name: ("F32", (4, 2)), "b": ("BF16", (2,))})
     if random.random() < 0.4:
-        return damaged(sound + bytes(36), random)
-    header = bytes_of(json.loads(sound[8:]), random)
+        return random.damaged(sound + bytes(36))
+    header = random.json(json.loads(sound[8:]))
     return len(header).to_bytes(8, "little") + header + bytes(36)
 
 
 @border("shards")
-def _shards(folder: Path, random: Random) -> None:
+def _shards(folder: Path, random: Hostile) -> None:
     (folder / "shards").mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "shards/rank00000-00001.safetensors").write_bytes(_shard("weight|a|0,0", random))
@@ -277,7 +272,7 @@ def _read_weights(folder: Path) -> None:
 
 
 @border("model")
-def _model(folder: Path, random: Random) -> None:
+def _model(folder: Path, random: Hostile) -> None:
     """Its configuration, index, or weights."""
     source = resolve_model_path(_TINY)
     config = json.loads((source / "config.json").read_text())
@@ -292,13 +287,13 @@ def _model(folder: Path, random: Random) -> None:
 
 
 @border("tokenizer")
-def _tokenizer(folder: Path, random: Random) -> None:
+def _tokenizer(folder: Path, random: Hostile) -> None:
     wrong = random.choice(list(tokenizer_files()))
     write_tokenizer(folder, wrong, random)
     if random.random() < 0.2:
         model = (resolve_model_path(_TINY) / "tokenizer.model").read_bytes()
         (folder / "tokenizer.json").unlink()
-        (folder / "tokenizer.model").write_bytes(damaged(model, random))
+        (folder / "tokenizer.model").write_bytes(random.damaged(model))
     tokenizer = load_tokenizer(folder)
     for use in (
         tokenizer.check_model,
@@ -311,10 +306,10 @@ def _tokenizer(folder: Path, random: Random) -> None:
 
 
 @border("adapters")
-def _adapters(folder: Path, random: Random) -> None:
+def _adapters(folder: Path, random: Hostile) -> None:
     wrong = random.random() < 0.6
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_rslora": False, "bias": "none", "modules_to_save": None}
-    (folder / "adapter_config.json").write_bytes(bytes_of(config, random) if wrong else json.dumps(config).encode())
+    (folder / "adapter_config.json").write_bytes(random.json(config) if wrong else json.dumps(config).encode())
     (folder / "adapter_model.safetensors").write_bytes(_shard("base_model.model.a", random))
     check_peft_folder(folder, {"a": (4, 2)}, rank=2, alpha=4.0, rslora=False)
 
@@ -329,7 +324,7 @@ _METRICS = [
 
 
 @border("run folder")
-def _output(folder: Path, random: Random) -> None:
+def _output(folder: Path, random: Hostile) -> None:
     """Its rows, samples, token values, configuration, or ranks, as ``tepo status``, ``report`` and ``samples`` read them."""
     config = json.loads(_run_folder(folder).model_dump_json())
     files = {
@@ -357,7 +352,7 @@ def _token_values() -> bytes:
 
 
 @border("evaluation")
-def _evaluation(folder: Path, random: Random) -> None:
+def _evaluation(folder: Path, random: Hostile) -> None:
     row = {"problem": "a", "digest": "x", "figures": {"greedy": 1.0, "avg@2": 0.5}}
     files = {"a.json": {"settings": {"model": "m", "samples": 2}}, "a.jsonl": [row, row | {"problem": "b"}]}
     _spoil_one(folder / "one", random, files)
@@ -367,44 +362,42 @@ def _evaluation(folder: Path, random: Random) -> None:
 
 
 @border("sweep")
-def _sweep(folder: Path, random: Random) -> None:
+def _sweep(folder: Path, random: Hostile) -> None:
     sound = {"run": "run.yaml", "axes": {"lr": {"low": "optimizer.lr=1e-5", "high": ["optimizer.lr=1e-4"]}}, "seeds": [0, 1]}
-    (folder / "a.yaml").write_bytes(
-        bytes_of(sound | {"figures": ["loss"], "attempts": 1, "leave_out": [{"lr": "low"}]}, random)
-    )
+    (folder / "a.yaml").write_bytes(random.json(sound | {"figures": ["loss"], "attempts": 1, "leave_out": [{"lr": "low"}]}))
     with refusable():
-        shard([], text_of(random))
+        shard([], random.text())
     sweep = read_sweep(folder / "a.yaml")
     runs_of(sweep, folder)
     sweep.figures_of(_METRICS)
 
 
 @border("preset and plugin")
-def _preset(folder: Path, random: Random) -> None:
+def _preset(folder: Path, random: Hostile) -> None:
     (folder / "a.yaml").write_bytes(
-        bytes_of({"formula": "f", "source": "s", "preset": "grpo", "ratio": {"kind": "sequence"}}, random)
+        random.json({"formula": "f", "source": "s", "preset": "grpo", "ratio": {"kind": "sequence"}})
     )
-    (folder / "a.py").write_bytes(damaged(b"from tepo_megatron import OwnRatio\n", random))
+    (folder / "a.py").write_bytes(random.damaged(b"from tepo_megatron import OwnRatio\n"))
     with refusable():
         load_plugin(str(folder / "a.py"))
     load_objective(str(folder / "a.yaml"))
 
 
 @border("configuration and arguments")
-def _configuration(folder: Path, random: Random) -> None:
-    (folder / "a.yaml").write_bytes(bytes_of({"name": "a", "train": {"steps": 3}, "data": {"train": [{"path": "a"}]}}, random))
+def _configuration(folder: Path, random: Hostile) -> None:
+    (folder / "a.yaml").write_bytes(random.json({"name": "a", "train": {"steps": 3}, "data": {"train": [{"path": "a"}]}}))
     with refusable():
-        load_run(None, [text_of(random), f"train.steps={text_of(random)}", f"name={text_of(random)}"])
+        load_run(None, [random.text(), f"train.steps={random.text()}", f"name={random.text()}"])
     load_run(folder / "a.yaml")
 
 
 @border("registry")
-def _registry(folder: Path, random: Random) -> None:
+def _registry(folder: Path, random: Hostile) -> None:
     """Of rollout servers: an address, and the key."""
     registry = folder / "registry"
     registry.mkdir(mode=0o700)
-    (registry / "server-0.json").write_bytes(bytes_of({"url": "http://127.0.0.1:1", "life": "a"}, random))
-    (registry / "key").write_bytes(damaged(b"secret", random))
+    (registry / "server-0.json").write_bytes(random.json({"url": "http://127.0.0.1:1", "life": "a"}))
+    (registry / "key").write_bytes(random.damaged(b"secret"))
     (registry / "key").chmod(0o600)
     with refusable():
         shared_key(registry)
@@ -414,18 +407,18 @@ def _registry(folder: Path, random: Random) -> None:
 
 
 @border("keys")
-def _keys(folder: Path, random: Random) -> None:
+def _keys(folder: Path, random: Hostile) -> None:
     path = folder / "key"
     path.touch(mode=0o600)
-    path.write_bytes(text_of(random).encode("utf-8", "surrogatepass"))
+    path.write_bytes(random.text().encode("utf-8", "surrogatepass"))
     key = read_key(path)
     assert all("!" <= item <= "~" for item in key), "a key that no header takes"
 
 
 @border("lock")
-def _lock(folder: Path, random: Random) -> None:
+def _lock(folder: Path, random: Hostile) -> None:
     lock = {"host": "a", "pid": 1, "started": "now", "kernel": "k", "born": 1, "job": "", "life": 0, "token": "t"}
-    (folder / "run.lock").write_bytes(bytes_of(lock, random))
+    (folder / "run.lock").write_bytes(random.json(lock))
     RunLock.check_free(folder)
     held = RunLock(folder)
     held.take()
@@ -445,9 +438,9 @@ _VARIABLES = (
 
 
 @border("environment variables")
-def _variables(folder: Path, random: Random) -> None:
+def _variables(folder: Path, random: Hostile) -> None:
     name = random.choice(_VARIABLES)
-    with patch.dict(os.environ, {name: text_of(random).replace("\0", "").encode("utf-8", "replace").decode()}):
+    with patch.dict(os.environ, {name: random.text().replace("\0", "").encode("utf-8", "replace").decode()}):
         with refusable():
             this_machine()
         lock = RunLock(folder)

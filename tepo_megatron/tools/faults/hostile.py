@@ -38,85 +38,78 @@ BROKEN = ("", "{", "[" * 3000, '{"a":' * 3000, "nan", "1" * 5000, '"\\ud83d', "\
 """They are no JSON, none that can be read, or none that is expected."""
 
 
-def text_of(random: Random) -> str:
-    if random.random() < 0.05:
-        return random.choice(PIECES) * 2000
-    count = random.randrange(5)
-    return "".join(random.choice((*random.choice(_KINDS), chr(random.randrange(0x11000)))) for _ in range(count))
+class Hostile(Random):
+    """Draws hostile values."""
 
+    def text(self) -> str:
+        if self.random() < 0.05:
+            return self.choice(PIECES) * 2000
+        count = self.randrange(5)
+        return "".join(self.choice((*self.choice(_KINDS), chr(self.randrange(0x11000)))) for _ in range(count))
 
-def value_of(random: Random, depth: int = 2) -> Any:
-    """Of JSON, with NaN, infinities and lone surrogates; some are nested deeply."""
-    kind = random.randrange(10 if depth else 6)
-    if kind < 6:
-        return (text_of(random), random.choice(NUMBERS), None, random.random() < 0.5, text_of(random), random.choice(NUMBERS))[
-            kind
-        ]
-    if kind < 8:
-        return [value_of(random, depth - 1) for _ in range(random.randrange(3))]
-    if kind == 8:
-        return {text_of(random): value_of(random, depth - 1) for _ in range(random.randrange(3))}
-    value, as_list = value_of(random, 0), random.random() < 0.5
-    for _ in range(random.choice((90, 300, 900))):
-        value = [value] if as_list else {"a": value}
-    return value
+    def value(self, depth: int = 2) -> Any:
+        """Of JSON, with NaN, infinities and lone surrogates; some are nested deeply."""
+        kind = self.randrange(10) if depth else 0
+        if kind < 6:
+            return self.choice((self.text(), self.choice(NUMBERS), None, self.random() < 0.5))
+        if kind < 8:
+            return [self.value(depth - 1) for _ in range(self.randrange(3))]
+        if kind == 8:
+            return {self.text(): self.value(depth - 1) for _ in range(self.randrange(3))}
+        value, as_list = self.value(0), self.random() < 0.5
+        for _ in range(self.choice((90, 300, 900))):
+            value = [value] if as_list else {"a": value}
+        return value
 
+    def spoilt(self, value: Any) -> Any:
+        """A copy in which one value is hostile, missing or too much."""
+        if isinstance(value, Mapping | list) and value and self.random() < 0.85:
+            keys = list(value) if isinstance(value, Mapping) else range(len(value))
+            key, how = self.choice(keys), self.random()
+            copy: Any = dict(value) if isinstance(value, Mapping) else list(value)
+            if how < 0.1:
+                del copy[key]
+            elif how < 0.2 and isinstance(copy, dict):
+                copy[self.text()] = self.value()
+            else:
+                copy[key] = self.spoilt(copy[key])
+            return copy
+        return self.value()
 
-def spoilt(value: Any, random: Random) -> Any:
-    """A copy in which one value is hostile, missing or too much."""
-    if isinstance(value, Mapping | list) and value and random.random() < 0.85:
-        keys = list(value) if isinstance(value, Mapping) else range(len(value))
-        key, how = random.choice(keys), random.random()
-        copy: Any = dict(value) if isinstance(value, Mapping) else list(value)
+    def json(self, sound: Any) -> bytes:
+        """JSON of ``sound``, or what has become of it."""
+        how = self.random()
         if how < 0.1:
-            del copy[key]
-        elif how < 0.2 and isinstance(copy, dict):
-            copy[text_of(random)] = value_of(random)
-        else:
-            copy[key] = spoilt(copy[key], random)
-        return copy
-    return value_of(random)
+            return self.choice(BROKEN).encode("utf-8", "surrogatepass")
+        text = json.dumps(self.spoilt(sound) if how < 0.8 else sound, ensure_ascii=self.random() < 0.7)
+        if how > 0.95 and isinstance(sound, dict):
+            name, value = self.choice(list(sound)), json.dumps(self.value())
+            text = f"{text[:-1]}, {json.dumps(name)}: {value}}}"
+        data = text.encode("utf-8", "surrogatepass")
+        return self.damaged(data) if 0.8 < how < 0.95 else data
 
+    def damaged(self, data: bytes) -> bytes:
+        index = self.randrange(len(data) + 1)
+        match self.randrange(4):
+            case 0:
+                return data[:index]
+            case 1:
+                inserted = self.choice((b"\0", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\r\n"))
+                return data[:index] + inserted + data[index:]
+            case 2:
+                flipped = bytearray(data)
+                for _ in range(self.randrange(1, 8)):
+                    flipped[self.randrange(len(flipped))] ^= 1 << self.randrange(8)
+                return bytes(flipped)
+        return data + data[index:]
 
-def bytes_of(sound: Any, random: Random) -> bytes:
-    """JSON of ``sound``, or what has become of it."""
-    how = random.random()
-    if how < 0.1:
-        return random.choice(BROKEN).encode("utf-8", "surrogatepass")
-    text = json.dumps(spoilt(sound, random) if how < 0.8 else sound, ensure_ascii=random.random() < 0.7)
-    if how > 0.95 and isinstance(sound, dict):
-        name, value = random.choice(list(sound)), json.dumps(value_of(random))
-        text = f"{text[:-1]}, {json.dumps(name)}: {value}}}"
-    data = text.encode("utf-8", "surrogatepass")
-    return damaged(data, random) if 0.8 < how < 0.95 else data
-
-
-def damaged(data: bytes, random: Random) -> bytes:
-    index = random.randrange(len(data) + 1)
-    match random.randrange(4):
-        case 0:
-            return data[:index]
-        case 1:
-            return (
-                data[:index]
-                + random.choice((b"\0", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\r\n"))
-                + data[index:]
-            )
-        case 2:
-            flipped = bytearray(data)
-            for _ in range(random.randrange(1, 8)):
-                flipped[random.randrange(len(flipped))] ^= 1 << random.randrange(8)
-            return bytes(flipped)
-    return data + data[index:]
-
-
-def lines_of(rows: Sequence[Any], random: Random) -> bytes:
-    number = random.randrange(len(rows))
-    lines = [
-        bytes_of(row, random).replace(b"\n", b" ") if index == number else json.dumps(row).encode()
-        for index, row in enumerate(rows)
-    ]
-    return b"\n".join(lines) + b"\n" * (random.random() < 0.9)
+    def lines(self, rows: Sequence[Any]) -> bytes:
+        number = self.randrange(len(rows))
+        lines = [
+            self.json(row).replace(b"\n", b" ") if index == number else json.dumps(row).encode()
+            for index, row in enumerate(rows)
+        ]
+        return b"\n".join(lines) + b"\n" * (self.random() < 0.9)
 
 
 @cache
@@ -150,16 +143,16 @@ def tokenizer_files() -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path, wrong: str = "", random: Random | None = None) -> Path:
+def write_tokenizer(folder: Path, wrong: str = "", random: Hostile | None = None) -> Path:
     for name, sound in tokenizer_files().items():
-        data = bytes_of(sound, random) if name == wrong and random else json.dumps(sound).encode()
+        data = random.json(sound) if name == wrong and random else json.dumps(sound).encode()
         (folder / name).write_bytes(data)
     return folder
 
 
-Entry = Callable[[Path, Random], object]
+Entry = Callable[[Path, Hostile], object]
 ENTRIES: dict[str, Entry] = {}
-"""Border → what feeds it one hostile value that follows from the random numbers, in an empty folder. An error of ours
+"""Each entry feeds its border one hostile value, drawn by the random numbers, in an empty folder. An error of ours
 (:func:`errors.is_ours`) says that it was refused; any other, such as an AssertionError, that something is lost.
 """
 
@@ -172,19 +165,19 @@ def border(name: str) -> Callable[[Entry], Entry]:
     return register
 
 
-def attempt(name: str, folder: Path, seed: int | str | Random) -> tuple[str, str]:
+def attempt(name: str, folder: Path, seed: int) -> tuple[str, str]:
     """Returns ``survived``, ``refused`` or ``lost``, and what was said. Files that an entry leaves elsewhere are lost too."""
-    random = seed if isinstance(seed, Random) else Random(seed)
+    random = Hostile(seed)
     with TemporaryDirectory(dir=folder) as inner:
-        given, here = Path(inner, "step_000003"), Path(inner, "here")
-        given.mkdir()
+        inputs, here = Path(inner, "step_000003"), Path(inner, "here")
+        inputs.mkdir()
         here.mkdir()
         threads: list[Any] = []
         with chdir(here), patch.object(threading, "excepthook", threads.append):
-            result = judged(lambda: ENTRIES[name](given, random))
+            result = judged(lambda: ENTRIES[name](inputs, random))
         if threads:
             return "lost", f"a thread ended with {threads[0].exc_value!r}"
-        left = [path.name for path in (*here.iterdir(), *given.rglob("*.partial"))]
+        left = [path.name for path in (*here.iterdir(), *inputs.rglob("*.partial"))]
     return ("lost", f"it left {', '.join(left)}") if left else result
 
 

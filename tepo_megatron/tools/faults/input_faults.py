@@ -323,7 +323,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def limit_process(seconds: int) -> None:
-    """Of processor time from now on, and ``_MEMORY_BYTES`` more."""
+    """Limits processor time from now on, and ``_MEMORY_BYTES`` more."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     spent = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))

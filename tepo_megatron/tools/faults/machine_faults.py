@@ -46,7 +46,7 @@ def _root(*command: str | Path) -> str:
 
 @contextmanager
 def _mounted(folder: Path, *options: str | Path) -> Iterator[None]:
-    """What is in it stays in the folder."""
+    """Its content stays in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     _root("mount", *options, folder)
     retained = folder.with_name(folder.name + ".kept")
@@ -78,13 +78,13 @@ def _outcome(name: str, folder: Path, base: Path, steps: int, result: RunEnd, be
     reference = base / "whole/out" if steps == LONG else base / "saved/out"
     if result.has_traceback:
         return FaultOutcome(name, "lost", f"a traceback: {result.said}")
-    said = f"ended, and resumed without it: {result.said}" if result.code else ""
+    message = f"ended, and resumed without it: {result.said}" if result.code else ""
     if result.code and (again := replay(folder, base / "rollouts", steps, resume=True)).code:
         return FaultOutcome(name, "lost", f"it ended ({result.said}) and could not be resumed: {again.said}")
     if wrong := differences(folder / "out", reference):
         return FaultOutcome(name, "lost", wrong)
     shutil.rmtree(folder, ignore_errors=True)
-    return FaultOutcome(name, "survived", said, time.monotonic() - began)
+    return FaultOutcome(name, "survived", message, time.monotonic() - began)
 
 
 class _MachineFaults(FaultClass):

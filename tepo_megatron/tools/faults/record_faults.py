@@ -103,11 +103,11 @@ class _Records(FaultClass):
             return FaultOutcome(name, "lost", f"a traceback: {result.said}")
         if result.code:
             return FaultOutcome(name, "refused", result.said)
-        said = [line for line in result.printed.splitlines() if "lacks the rows" in line]
-        if wrong := differences(folder / "out", base / "whole/out", lacking=bool(said)):
+        message = [line for line in result.printed.splitlines() if "lacks the rows" in line]
+        if wrong := differences(folder / "out", base / "whole/out", lacking=bool(message)):
             return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
         shutil.rmtree(folder, ignore_errors=True)
-        return FaultOutcome(name, "survived", "".join(said), time.monotonic() - start)
+        return FaultOutcome(name, "survived", "".join(message), time.monotonic() - start)
 
 
 _JOURNALS: dict[str, _Edit | None] = {
@@ -140,8 +140,8 @@ class _Journals(FaultClass):
         lines = edit(source.read_bytes().splitlines(keepends=True), rng)
         entries[-1].unlink()  # the run's record may be the same file
         entries[-1].write_bytes(b"".join(lines))
-        lost, said = run.continue_to(step + 2, pids)
-        return self._outcome(name, run, lost, said, start)
+        lost, message = run.continue_to(step + 2, pids)
+        return self._outcome(name, run, lost, message, start)
 
     def _full_disk(self, name: str, run: LiveRun) -> FaultOutcome:
         step, start = run.last_step + 2, time.monotonic()
@@ -154,11 +154,11 @@ class _Journals(FaultClass):
             link.unlink(missing_ok=True)
         return self._outcome(name, run, *run.continue_to(step + 1), start)
 
-    def _outcome(self, name: str, run: LiveRun, lost: str, said: str, start: float) -> FaultOutcome:
+    def _outcome(self, name: str, run: LiveRun, lost: str, message: str, start: float) -> FaultOutcome:
         if lost := lost or differences(run.out, self.workshop.reference()):
             self.workshop.close()
             return FaultOutcome(f"the journal: {name}", "lost", lost)
-        return FaultOutcome(f"the journal: {name}", "survived", said, time.monotonic() - start)
+        return FaultOutcome(f"the journal: {name}", "survived", message, time.monotonic() - start)
 
 
 _SIZES = {
@@ -212,8 +212,8 @@ class _OtherSizes(FaultClass):
             return FaultOutcome(
                 name, "lost", f"{len(steps)} steps; of {len(drawn)} responses {len(drawn & trained)} were trained on"
             )
-        said = f"{len(entries)} steps and {len(drawn)} more responses were taken as they were drawn"
-        return FaultOutcome(name, "survived", said, time.monotonic() - start)
+        message = f"{len(entries)} steps and {len(drawn)} more responses were taken as they were drawn"
+        return FaultOutcome(name, "survived", message, time.monotonic() - start)
 
 
 def _size(setting: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ from tepo_megatron.tools.faults import (
 )
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
-from tepo_megatron.tools.results import Table, describe_machine, markdown, select
+from tepo_megatron.tools.results import Table, describe_machine, markdown
 
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
@@ -50,13 +51,17 @@ _ENDING = "ending"
 def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> _OutcomeLog:
     """Raises ValueError if the record has another seed, RuntimeError if a lane ends early."""
     record = _OutcomeLog(folder, seed=seed, quick=quick)
-    lane_of = {kind: "first" if quick or kind is _KILLS else "second" for kind in _LIVE}  # quick: one live run serves all
-    lanes = {name: [kind for kind in classes if lane_of.get(kind, "third") == name] for name in ("first", "second", "third")}
-    chosen = {name: kinds for name, kinds in lanes.items() if kinds}
+    shutil.rmtree(folder / "begun", ignore_errors=True)
+    (folder / "begun").mkdir()
+    live = [kind for kind in classes if kind in _LIVE]
+    first = live if quick else live[:1]  # quick: one live run serves all
+    own = {"first": first, "second": live[len(first) :], "third": [kind for kind in classes if kind not in _LIVE]}
+    chosen = {name: kinds for name, kinds in own.items() if kinds}
     if len(chosen) < 2:
         _run_lane(next(iter(chosen), "first"), classes, record, say)
         return record
-    _side_by_side(chosen, folder, seed=seed, quick=quick)
+    # A lane that has done its own goes on with what no other has begun.
+    _side_by_side({name: [*kinds, *own["third"][::-1]] for name, kinds in chosen.items()}, folder, seed=seed, quick=quick)
     return _OutcomeLog(folder, seed=seed, quick=quick)
 
 
@@ -64,7 +69,7 @@ def _side_by_side(chosen: dict[str, list[type[FaultClass]]], folder: Path, *, se
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for lane, kinds in chosen.items():
-            only = ",".join(kind.name for kind in kinds)
+            only = ",".join(dict.fromkeys(kind.name for kind in kinds))
             arguments = json.dumps({"lane": lane, "only": only, "folder": str(folder), "seed": seed, "quick": quick})
             command = [sys.executable, "-m", __name__, arguments]
             running[lane] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -81,6 +86,10 @@ def _run_lane(lane: str, classes: FaultClasses, record: _OutcomeLog, say: Say) -
     try:
         for kind in classes:
             numbers = range(kind.count(quick=record.quick))
+            try:
+                (record.folder / "begun" / kind.name).touch(exist_ok=False)
+            except FileExistsError:
+                continue  # another lane's
             if missing := [number for number in numbers if not record.has(kind.name, number)]:
                 say(f"{kind.name}: {len(missing)} of {len(numbers)} to inject: {kind.title}")
                 _inject(kind(workshop), missing, record, say)
@@ -234,5 +243,5 @@ def _seconds(seconds: float | None) -> str:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     args = json.loads(sys.argv[1])
-    lane, chosen = args.pop("lane"), select(args.pop("only"), CLASSES, "class of faults")
+    lane, chosen = args.pop("lane"), [CLASSES[name] for name in args.pop("only").split(",")]
     _run_lane(lane, chosen, _OutcomeLog(Path(args.pop("folder")), **args), partial(echo, err=True))

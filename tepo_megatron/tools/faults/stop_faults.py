@@ -58,7 +58,7 @@ class _Terminal:
         self.type(f"{command}\n")
 
     def wait_code(self, count: int = 1) -> int:
-        """The exit code of the ``count``-th command."""
+        """Returns the exit code of the ``count``-th command."""
         try:
             wait_until(lambda: len(self._codes) > count, _PATIENCE_S, "the end of a command")
         except TimeoutError as error:
@@ -228,20 +228,20 @@ class _Stops(FaultClass):
             wrong = act(terminal, rng)
             if left := wait_gone(pids, GONE_S):
                 wrong = wrong or f"{len(left)} processes are left"
-            said = RunEnd(0, terminal.text)
+            message = RunEnd(0, terminal.text)
         finally:
             terminal.close()
-        if said.has_traceback:
-            wrong = wrong or f"a traceback: {said.said}"
+        if message.has_traceback:
+            wrong = wrong or f"a traceback: {message.said}"
         if wrong:
             return FaultOutcome(name, "lost", wrong)
-        ended = not (folder / "out/model/model.safetensors").exists()
-        if ended and (result := replay(folder, base / "rollouts", LONG, resume=True)).code:
+        has_ended = not (folder / "out/model/model.safetensors").exists()
+        if has_ended and (result := replay(folder, base / "rollouts", LONG, resume=True)).code:
             return FaultOutcome(name, "lost", f"it could not be resumed: {result.said}")
         if wrong := differences(folder / "out", base / "whole/out"):
             return FaultOutcome(name, "lost", wrong)
         shutil.rmtree(folder, ignore_errors=True)
-        return FaultOutcome(name, "survived", "ended and resumed" if ended else "it went on", time.monotonic() - start)
+        return FaultOutcome(name, "survived", "ended and resumed" if has_ended else "it went on", time.monotonic() - start)
 
 
 FAULTS: tuple[type[FaultClass], ...] = (_Stops,)

@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -77,7 +78,7 @@ def differences(out: Path, reference: Path, *, lacking: bool = False) -> str:
     return ""
 
 
-def train_command(folder: Path, settings: Sequence[str], module: str = "tepo_megatron") -> list[str]:
+def _train_command(folder: Path, settings: Sequence[str], module: str = "tepo_megatron") -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "run.yaml"
     file.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
@@ -119,7 +120,7 @@ class LiveRun:
         self._log, self._log_start = folder / "log.txt", 0
 
     def change(self, *overrides: str) -> None:
-        """Of the next start."""
+        """Takes effect at the next start."""
         self._overrides = (*_LIVE, *overrides)
 
     @property
@@ -141,7 +142,7 @@ class LiveRun:
             shutil.rmtree(self.out, ignore_errors=True)
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         settings = [*self._overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
-        self._process = start(self.folder, train_command(self.folder, settings, program.MODULE))
+        self._process = start(self.folder, _train_command(self.folder, settings, program.MODULE))
 
     @property
     def _pid(self) -> int:
@@ -246,7 +247,7 @@ def make_rollouts(folder: Path, steps: int) -> Path:
 
 def replay_command(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> list[str]:
     settings = [*REPLAYED, f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides, *["--resume"] * resume]
-    return train_command(folder, settings)
+    return _train_command(folder, settings)
 
 
 def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> RunEnd:
@@ -275,7 +276,9 @@ def long_replay(work: Path) -> Path:
 
 
 def _replayed(folder: Path, runs: Mapping[str, int]) -> Path:
-    if not (folder / "done").exists():
+    with _locked(folder.with_suffix(".lock")):
+        if (folder / "done").exists():
+            return folder
         shutil.rmtree(folder, ignore_errors=True)
         rollouts = make_rollouts(folder / "rollouts", max(runs.values()))
         for name, steps in runs.items():
@@ -288,6 +291,15 @@ def _replayed(folder: Path, runs: Mapping[str, int]) -> Path:
     return folder
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One lane makes what several need."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class Workshop:
     def __init__(self, folder: Path, *, lane: str, quick: bool, say: Callable[[str], None]) -> None:
         self.folder, self.is_quick, self.say, self._lane = folder, quick, say, lane
@@ -298,12 +310,9 @@ class Workshop:
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
 
     def reference(self) -> Path:
-        """The first lane makes it; the other waits."""
         if self._reference is None:
             self.say("the undisturbed run …")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "reference.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with _locked(self.folder / "reference.lock"):
                 self._reference = LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
         return self._reference
 

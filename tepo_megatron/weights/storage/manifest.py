@@ -180,7 +180,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor → file's name. Raises ValueError for a damaged index."""
+    """Returns the name of each tensor's file. Raises ValueError for a damaged index."""
     content = read_json(index.read_bytes(), str(index))
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
