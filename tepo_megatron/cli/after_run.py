@@ -198,6 +198,7 @@ def _samples(
     wrong: Annotated[bool, Option("--wrong", help="Only problems with a response that is not correct.")] = False,
     problem: Annotated[str | None, Option(metavar="ID", help="Only this problem, at every step.")] = None,
     of_set: Annotated[str | None, Option("--set", metavar="NAME", help="Only of this evaluation set.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="At most so many problems.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read the model's answers: prompt, expected answer, responses, their rewards, and failures.
@@ -221,7 +222,7 @@ def _samples(
         if problem is None:
             newest = max(row.get("step", 0) for row in rows)
             rows = [row for row in rows if row.get("step", 0) == newest]
-        rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))]
+        rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))][:limit]
     if as_json:
         print_json(rows)
     elif sys.stdout.isatty():

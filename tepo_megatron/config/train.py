@@ -282,7 +282,7 @@ class _MlflowConfig(Section):
 
 class LogConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """``live``: redraws itself; ``plain``: a line per step. ``auto``: live on a terminal, else plain."""
+    """``live``: redraws itself; ``plain``: a line per step; ``none``: errors only. ``auto``: live on a terminal, else plain."""
 
     tensorboard: bool = True
     """Write TensorBoard events to ``<output>/tensorboard``."""

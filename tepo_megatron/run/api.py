@@ -36,7 +36,7 @@ def train(
     reward: str | Mapping[str, Any] | Callable[..., Any] | object | None = None,
     objective: str | Mapping[str, Any] | ObjectiveConfig | None = None,
     env: str | type | Mapping[str, Any] | None = None,
-    callbacks: Sequence[object] = (),
+    callbacks: Sequence[object] | object = (),
     collect: str | Callable[..., Any] | None = None,
     resume: bool | Literal["auto"] | str = False,
     overwrite: bool = False,
@@ -51,7 +51,7 @@ def train(
             the settings of ``reward``.
         objective: a preset's name, or the settings of ``objective``, which may name plugins.
         env: an environment's name, a class that can be imported, or the settings of ``environment``.
-        callbacks: ``Callback`` objects, or names as in ``train.callbacks``, besides the config's.
+        callbacks: a ``Callback`` object, or a name as in ``train.callbacks``, or several in a list; besides the config's.
         collect: a generation step, ``(problems, sampler) -> rollouts``, as an object or by name.
         resume: continue from the newest whole checkpoint of ``output`` (``"auto"``: if there is one), or from this name or
             path.
@@ -150,7 +150,7 @@ def _read_arguments(
     *,
     reward: Any,
     objective: Any,
-    callbacks: Sequence[object],
+    callbacks: Sequence[object] | object,
     collect: Any,
     env: Any,
     resume: bool | str,
@@ -181,8 +181,9 @@ def _read_arguments(
         values["train.resume"] = resume
     elif resume:
         values |= {"train.resume": True, "train.resume_from": resume}
-    names = [callback for callback in callbacks if isinstance(callback, str | Mapping)]
-    objects = tuple(callback for callback in callbacks if not isinstance(callback, str | Mapping))
+    listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    names = [callback for callback in listed if isinstance(callback, str | Mapping)]
+    objects = tuple(callback for callback in listed if not isinstance(callback, str | Mapping))
     configured = _configure(None if isinstance(config, Mapping) else config, values)
     return _with_callbacks(configured, names), Extensions(objects, reward, collect)
 

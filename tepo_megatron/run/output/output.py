@@ -150,6 +150,8 @@ class Output:
         try:
             rows = read_metrics(metrics)
             plot_curves(metrics, self.folder / "curves.png", self._config.name)
+            if self._config.log.progress == "none":
+                return
             console.print(final_table(rows, self.folder))
             for line in fault_lines(rows):
                 console.print(f"  {line}", highlight=False, markup=False)

@@ -262,6 +262,7 @@ def test_rows_are_chosen_by_step_problem_and_verdict(tmp_path: Path) -> None:
     assert "has no set 'amc'; it has aime" in " ".join(refused.stderr.split())
     assert problems("--problem", "a") == [(0, "a"), (10, "a")]
     assert as_json("samples", path) == ROWS[1:]
+    assert as_json("samples", path, "--limit", "1") == ROWS[1:2]
 
 
 def test_a_training_response_says_which_source_its_problem_is_of(tmp_path: Path) -> None:

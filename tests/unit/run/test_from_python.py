@@ -229,6 +229,8 @@ def test_arguments_change_the_configuration_and_keep_the_rest() -> None:
     config, extensions = started(with_callback, callbacks=[stopping, named])
     assert [getattr(item, "callback", item) for item in config.train.callbacks] == ["early_stopping"] * 2
     assert extensions.callbacks == (stopping,)
+    assert started(None, callbacks=stopping)[1].callbacks == (stopping,)
+    assert len(started(None, callbacks="early_stopping")[0].train.callbacks) == 1
 
 
 def test_what_is_wrong_with_settings_is_said_as_of_overrides() -> None:

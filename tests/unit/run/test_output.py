@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,14 @@ def test_a_mask_that_is_not_there_has_no_column(preset: str, has: bool, tmp_path
     output.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert ("mask/fraction" in row, "kl/masked" in row, row["kl/mean"]) == (has, has, 0.25)
+
+
+@pytest.mark.parametrize("progress", ["plain", "none"])
+def test_a_run_without_progress_prints_nothing(progress: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(open_output(tmp_path, log={"progress": progress})[0]) as output:
+        output.write_row(0, {"lr": 0.5, "faults/servers": 1.0})
+        output.finish()
+    assert bool(capsys.readouterr().out) == (progress == "plain")
 
 
 def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
