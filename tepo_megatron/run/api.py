@@ -71,7 +71,11 @@ def train(
     )
     from tepo_megatron.run.output.resume import resolve_dtype
 
-    prepare_run(run, overwrite=overwrite)
+    try:
+        prepare_run(run, overwrite=overwrite)
+    except ValueError as error:
+        error.args = (str(error).replace("--resume", "resume=True").replace("--overwrite", "overwrite=True"),)
+        raise
     run = resolve_dtype(run, this_machine().gpus)
     if rank.under_torchrun():
         if code := train_as_rank(run, extensions):  # ends the process, as torchrun's agent expects

@@ -244,6 +244,16 @@ def test_what_is_wrong_with_settings_is_said_as_of_overrides() -> None:
         assert is_ours(caught.value)
 
 
+def test_a_folder_with_a_run_is_refused_with_the_arguments_to_give(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step_000003").mkdir(parents=True)
+    for name in ("metrics.jsonl", "checkpoints/step_000003/state.json"):
+        (tmp_path / name).write_text('{"step": 3}\n')
+    with pytest.raises(ValueError, match="already holds a run") as caught:
+        tepo_megatron.train(output=tmp_path)
+    assert "resume=True" in str(caught.value)
+    assert "start again (overwrite=True)" in str(caught.value)
+
+
 def test_a_function_goes_by_a_name_under_which_another_process_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
