@@ -51,7 +51,8 @@ def build(cpu: Any, ranks: Any, **sections: Any) -> Any:
     from tepo_megatron.trainer.megatron.model.model import LOCAL
     from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 
-    return PolicyBuilder(RunConfig.model_validate(sections), SPEC, Path(), cpu, LOCAL, ranks, ())._chunks()[1][0]
+    run = RunConfig.model_validate({**sections, "model": {"dtype": "float32", **sections.get("model", {})}})
+    return PolicyBuilder(run, SPEC, Path(), cpu, LOCAL, ranks, ())._chunks()[1][0]
 
 
 def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
