@@ -24,6 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from tepo_megatron.core.problem import is_reward, not_a_reward
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.sampling import response_faults
 
 FORMAT = 3
@@ -158,7 +159,7 @@ def read_record(folder: Path, step: int) -> Record:
 def _head(path: Path, lines: Sequence[str], step: int) -> dict[str, Any]:
     head = None
     with suppress(ValueError, IndexError):
-        head = json.loads(lines[0])
+        head = parse_json(lines[0], path)
     if not isinstance(head, dict) or head.get("format") not in _FORMATS or head.get("step") != step or not _is_counted(head):
         raise ValueError(f"{path}, line 1: not the head of a record of step {step} in format {FORMAT}")
     return head

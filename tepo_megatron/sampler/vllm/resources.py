@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import socket
 from collections.abc import Collection, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, available_cores, read_cores, this_machine
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import VllmParallel
 
@@ -149,7 +149,7 @@ def check_quantization(quantization: str) -> None:
 
 def read_vocab_size(model_dir: Path) -> int | None:
     try:
-        raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        raw = parse_json((model_dir / "config.json").read_bytes(), "it")
     except (OSError, ValueError):
         return None
     size = raw.get("vocab_size") if isinstance(raw, dict) else None

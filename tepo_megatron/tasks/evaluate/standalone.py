@@ -19,6 +19,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.terminal import Terminal
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -201,7 +202,7 @@ def _read(path: Path) -> dict[str, list[list[Any]]]:
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, "the line")
             results[row["key"]] = [[list(ids), str(reason)] for ids, reason in row["responses"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: no responses: {error!r}; remove the file, or leave --resume out") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.runtime.files import partial_path
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
@@ -275,8 +275,8 @@ def _model_of(source: Path) -> Path:
             raise ValueError(f"{source} is not a finished checkpoint; give a folder step_XXXXXX that has a state.json")
         return source
     try:
-        recorded = json.loads(state.read_text()).get("model")
-    except (json.JSONDecodeError, AttributeError) as error:
+        recorded = parse_json(state.read_bytes(), state, dict).get("model")
+    except ValueError as error:
         raise ValueError(f"{state} is damaged ({error}); take another checkpoint") from None
     if recorded is None:
         raise ValueError(f"{source} does not say which model it was trained from; give its folder with --model")
@@ -287,7 +287,7 @@ def _model_of(source: Path) -> Path:
 
 def _stored_dtype(dtype: torch.dtype | None, model: Path) -> str:
     if dtype is None:
-        config = json.loads((model / "config.json").read_text())
+        config = parse_json((model / "config.json").read_bytes(), model / "config.json", dict)
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype):

@@ -145,7 +145,7 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 def _step_within(path: Path) -> int | None:
     try:
-        content = json.loads(path.read_text()) if path.suffix == ".json" else _read_header(path)[0]["__metadata__"]
+        content = parse_json(path.read_bytes(), path) if path.suffix == ".json" else _read_header(path)[0]["__metadata__"]
         return int(content["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -199,7 +199,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = entry["data_offsets"]
-                    if not 0 <= begin <= end or {"dtype", "shape"} - entry.keys():
+                    if {type(begin), type(end)} != {int} or not 0 <= begin <= end or {"dtype", "shape"} - entry.keys():
                         raise ValueError(f"its header names {name!r} without a place")
             return header, 8 + length
     except (KeyError, TypeError, AttributeError) as error:
