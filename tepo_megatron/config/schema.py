@@ -85,12 +85,14 @@ def schema_rows(*, of_lists: bool = False, joined: bool = False) -> list[_Schema
     """Returns them in order of declaration. ``of_lists``: also of sections in lists, such as ``data.train[].path``;
     ``joined``: one row for a field in several variants, in which what differs names its variants.
     """
-    rows = _rows(json_schema(), "", json_schema().get("default"), "")
+    every = _rows(json_schema(), "", json_schema().get("default"), "")
+    rows = [row for row in every if of_lists or "[]" not in row.path]
+    if not joined:
+        return rows
     groups: dict[str, list[_SchemaRow]] = {}
     for row in rows:
-        if of_lists or "[]" not in row.path:
-            groups.setdefault(row.path if joined else str(len(groups)), []).append(row)
-    return [_joined(group) for group in groups.values()] if joined else [row for group in groups.values() for row in group]
+        groups.setdefault(row.path, []).append(row)
+    return [_joined(group) for group in groups.values()]
 
 
 def _joined(group: Sequence[_SchemaRow]) -> _SchemaRow:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -36,7 +36,10 @@ def _faults(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield "it has no config.json"
     else:
-        yield from _damage(folder / "config.json", lambda path: parse_json(path.read_bytes(), "it", dict))
+        try:
+            parse_json((folder / "config.json").read_bytes(), "it", dict)
+        except ValueError as error:
+            yield f"its config.json is damaged ({error})"
     yield from _weight_faults(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.model", "tokenizer.json", "vocab.json")):
         yield "it has no tokenizer (tokenizer.model or tokenizer.json)"
@@ -48,10 +51,11 @@ def _weight_faults(folder: Path) -> Iterator[str]:
     index = folder / "model.safetensors.index.json"
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if index.is_file():
-        if damage := list(_damage(index, read_weight_map)):
-            yield from damage
+        try:
+            needed = sorted(set(read_weight_map(index).values()))
+        except ValueError as error:
+            yield f"its {index.name} is damaged ({error})"
             return
-        needed = sorted(set(read_weight_map(index).values()))
         if missing := [name for name in needed if name not in names]:
             yield f"{len(missing)} of {len(needed)} weight files are missing ({', '.join(missing[:3])})"
             return
@@ -64,10 +68,3 @@ def _weight_faults(folder: Path) -> Iterator[str]:
                 pass
         except (SafetensorError, OSError) as error:
             yield f"its {name} is damaged ({error})"
-
-
-def _damage(path: Path, read: Callable[[Path], object]) -> Iterator[str]:
-    try:
-        read(path)
-    except ValueError as error:
-        yield f"its {path.name} is damaged ({error})"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tepo_megatron.tools.faults.processes import descendants, end_tree, wait_gone, wait_until
 from tepo_megatron.tools.faults.program import FOLDER
@@ -22,12 +23,12 @@ from tepo_megatron.tools.faults.workshop import (
     FaultOutcome,
     RunEnd,
     differences,
+    last_step,
     long_replay,
     replay,
     replay_command,
     start,
     undisturbed,
-    wait_replayed,
 )
 from tepo_megatron.tools.results import resident_bytes
 
@@ -64,10 +65,8 @@ def _replaying(folder: Path, rollouts: Path, **environment: str) -> Iterator[sub
     """A run after its second step."""
     (folder / "log.txt").unlink(missing_ok=True)
     process = start(folder, replay_command(folder, rollouts, LONG), **environment)
-    metrics = folder / "out/metrics.jsonl"
     try:
-        first = lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 2  # noqa: E731  # two steps are saved
-        wait_until(lambda: first() or process.poll() is not None, _FIRST_STEP_S, "the first step")
+        wait_until(lambda: last_step(folder / "out") > 1 or process.poll() is not None, _FIRST_STEP_S, "the second step")
         yield process
     finally:
         end_tree(process)
@@ -87,21 +86,14 @@ def _outcome(name: str, folder: Path, base: Path, steps: int, result: RunEnd, be
     return FaultOutcome(name, "survived", message, time.monotonic() - began)
 
 
-class _MachineFaults(FaultClass):
-    def _new_folder(self, number: int) -> Path:
-        folder = self.folder / f"{number:02d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        return folder
-
-
-class _Disks(_MachineFaults):
+class _Disks(FaultClass):
     name = "disks"
     title = "the disk is full (at save, export, log), stalls, or fails and turns read-only"
     whole, quick = 5, 1
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         place = ("save", "export", "log", "stalls", "fails")[number % self.whole]
-        folder = self._new_folder(number)
+        folder = self.new_folder(number)
         if place in _SIZES_KIB:
             base, began = undisturbed(self.workshop.folder), time.monotonic()
             return _outcome(f"full at {place}", folder, base, SAVED, self._full(place, folder, base / "rollouts"), began)
@@ -135,20 +127,30 @@ class _Disks(_MachineFaults):
             else:
                 device = Path(_root("findmnt", "--noheadings", "--output", "SOURCE", disk)).name
                 Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("a fault that was injected")
-            return wait_replayed(folder, process)
+            return RunEnd.of(process, folder)
 
 
-def _memory_root() -> Path | None:
-    """Where a group with a limit of memory can be made, or None."""
-    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    for root, limit in ((old, "memory.limit_in_bytes"), (new, "memory.max")):
-        probe = root / f"tepo-faults-probe-{os.getpid()}"
+class _MemoryFiles(NamedTuple):
+    root: Path
+    usage: str
+    limit: str
+
+
+_MEMORY_FILES = (
+    _MemoryFiles(Path("/sys/fs/cgroup/memory"), "memory.usage_in_bytes", "memory.limit_in_bytes"),
+    _MemoryFiles(Path("/sys/fs/cgroup"), "memory.current", "memory.max"),
+)
+
+
+def _memory_files() -> _MemoryFiles | None:
+    for files in _MEMORY_FILES:
+        probe = files.root / f"tepo-faults-probe-{os.getpid()}"
         with suppress(OSError):
             probe.mkdir()
-            has_limit = (probe / limit).exists()
+            has_limit = (probe / files.limit).exists()
             probe.rmdir()
             if has_limit:
-                return root
+                return files
     return None
 
 
@@ -161,7 +163,7 @@ while True:
 """
 
 
-class _Memory(_MachineFaults):
+class _Memory(FaultClass):
     name = "memory"
     title = "a neighbour in a rank's memory group takes what is left, and the kernel kills the rank"
     quick = 1
@@ -169,17 +171,15 @@ class _Memory(_MachineFaults):
 
     @classmethod
     def count(cls, *, quick: bool) -> int:
-        return super().count(quick=quick) if _memory_root() else 0
+        return super().count(quick=quick) if _memory_files() else 0
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        base, folder = long_replay(self.workshop.folder), self._new_folder(number)
+        base, folder = long_replay(self.workshop.folder), self.new_folder(number)
         began = time.monotonic()
-        root = _memory_root()
-        assert root is not None
-        group = root / f"tepo-faults-{os.getpid()}"
+        files = _memory_files()
+        assert files is not None
+        group = files.root / f"tepo-faults-{os.getpid()}"
         group.mkdir()
-        old = (group / "memory.limit_in_bytes").exists()
-        usage, limit = ("memory.usage_in_bytes", "memory.limit_in_bytes") if old else ("memory.current", "memory.max")
         hog = None
         try:
             with _replaying(folder, base / "rollouts") as process:
@@ -187,12 +187,12 @@ class _Memory(_MachineFaults):
                 rank = max(descendants(process.pid), key=partial(resident_bytes, "VmRSS"))
                 (group / "cgroup.procs").write_text(str(rank))
                 Path(f"/proc/{rank}/oom_score_adj").write_text("1000")  # the kernel ends it before the neighbour
-                (group / limit).write_text(str(int((group / usage).read_text()) + 2**27))
+                (group / files.limit).write_text(str(int((group / files.usage).read_text()) + 2**27))
                 command = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs"; exec "$0" -c "$1"', sys.executable, _HOG]
                 hog = subprocess.Popen(command)
                 wait_gone([rank], 60.0)
                 hog.kill()
-                result = wait_replayed(folder, process)
+                result = RunEnd.of(process, folder)
         finally:
             if hog is not None:
                 hog.kill()
@@ -245,14 +245,14 @@ CLOCKS: dict[str, Callable[[random.Random], list[int]]] = {
 }
 
 
-class _Clocks(_MachineFaults):
+class _Clocks(FaultClass):
     name = "clocks"
     title = "the clock of the day jumps between two steps"
     whole, quick = len(CLOCKS), 1
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, jumps = list(CLOCKS.items())[number % len(CLOCKS)]
-        base, folder = long_replay(self.workshop.folder), self._new_folder(number)
+        base, folder = long_replay(self.workshop.folder), self.new_folder(number)
         library = self.folder / "clock.so"
         if not library.exists():
             (self.folder / "clock.c").write_text(_CLOCK)
@@ -266,7 +266,7 @@ class _Clocks(_MachineFaults):
                 now = subprocess.check_output([sys.executable, "-c", "import time; print(time.time())"], env=environment)
                 if abs(float(now) - time.time() - seconds) > _DAY / 24:
                     raise RuntimeError("the clock did not jump")
-            result = wait_replayed(folder, process)
+            result = RunEnd.of(process, folder)
         return _outcome(f"the clock jumps {name}", folder, base, LONG, result, began)
 
 

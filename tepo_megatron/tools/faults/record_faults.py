@@ -18,16 +18,7 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path
 from tepo_megatron.tools.faults.processes import wait_gone
-from tepo_megatron.tools.faults.workshop import (
-    SAVED,
-    STEPS,
-    FaultClass,
-    FaultOutcome,
-    LiveRun,
-    differences,
-    replay,
-    undisturbed,
-)
+from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences, undisturbed
 
 _Edit = Callable[[list[bytes], random.Random], list[bytes]]  # of a file's lines, with their ends
 
@@ -82,8 +73,7 @@ class _Records(FaultClass):
     whole, quick = len(_OF_RECORDS) + len(_OF_OUTPUTS), 2
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        base, folder = undisturbed(self.workshop.folder), self.folder / f"{number:02d}"
-        shutil.rmtree(folder, ignore_errors=True)
+        base, folder = undisturbed(self.workshop.folder), self.new_folder(number)
         shutil.copytree(base / "saved", folder)
         rollouts = shutil.copytree(base / "rollouts", folder / "rollouts")
         name = [item for pair in zip_longest(_OF_RECORDS, _OF_OUTPUTS) for item in pair if item][number % self.whole]
@@ -97,17 +87,8 @@ class _Records(FaultClass):
             if name == "removed":
                 path.unlink()
         name = name if name in _OF_OUTPUTS else f"the record: {name}"
-        start = time.monotonic()
-        result = replay(folder, rollouts, STEPS, "train.allow_change=[rollout.replay]", resume=True)
-        if result.has_traceback:
-            return FaultOutcome(name, "lost", f"a traceback: {result.said}")
-        if result.code:
-            return FaultOutcome(name, "refused", result.said)
-        message = [line for line in result.printed.splitlines() if "lacks the rows" in line]
-        if wrong := differences(folder / "out", base / "whole/out", lacking=bool(message)):
-            return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
-        shutil.rmtree(folder, ignore_errors=True)
-        return FaultOutcome(name, "survived", "".join(message), time.monotonic() - start)
+        settings = "train.allow_change=[rollout.replay]"
+        return self.resume(name, folder, rollouts, settings, told="lacks the rows", may_lack=True)
 
 
 _JOURNALS: dict[str, _Edit | None] = {
@@ -183,8 +164,7 @@ class _OtherSizes(FaultClass):
             "engine.parallel.sequence_parallel=false",
             "rollout.server.tp=1",
         )
-        run = LiveRun(self.folder / f"{number:02d}", _OVERLAP_STEPS, (*common, *_size(before)))
-        shutil.rmtree(run.out, ignore_errors=True)
+        run = LiveRun(self.new_folder(number), _OVERLAP_STEPS, (*common, *_size(before)))
         start = time.monotonic()
         try:
             run.start()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.tools.faults.workshop import SAVED, STEPS, FaultClass, FaultOutcome, differences, replay, undisturbed
+from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, differences, undisturbed
 
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Longest delays from a phase's start to the fault."""
@@ -153,25 +153,13 @@ class _CheckpointDamage(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
-        base, folder = undisturbed(self.workshop.folder), self.folder / f"{number:02d}"
-        shutil.rmtree(folder, ignore_errors=True)
+        base, folder = undisturbed(self.workshop.folder), self.new_folder(number)
         shutil.copytree(base / "saved", folder)
         pattern = "state.json" if "state.json" in name else "shards/*.safetensors"
         path = min((folder / "out/checkpoints" / f"step_{SAVED:06d}").glob(pattern))
         content = damage(path, rng)
         path.unlink() if content is None else path.write_bytes(content)
-        start = time.monotonic()
-        result = replay(folder, base / "rollouts", STEPS, resume=True)
-        seconds = time.monotonic() - start
-        if result.has_traceback:
-            return FaultOutcome(name, "lost", f"a traceback: {result.said}")
-        if result.code:
-            return FaultOutcome(name, "refused", result.said)
-        if wrong := differences(folder / "out", base / "whole/out"):
-            return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
-        messages = [line for line in result.printed.splitlines() if "step_" in line]
-        shutil.rmtree(folder, ignore_errors=True)
-        return FaultOutcome(name, "survived", messages[0].strip()[:300] if messages else "", seconds)
+        return self.resume(name, folder, base / "rollouts", told="step_")
 
 
 LIVE: tuple[type[FaultClass], ...] = (_Kills, _Hangs)

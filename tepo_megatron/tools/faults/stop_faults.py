@@ -23,6 +23,7 @@ from tepo_megatron.tools.faults.workshop import (
     FaultOutcome,
     RunEnd,
     differences,
+    last_step,
     long_replay,
     replay,
     replay_command,
@@ -214,15 +215,13 @@ class _Stops(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, (line, act) = list(STOPS.items())[number % len(STOPS)]
-        base, folder = long_replay(self.workshop.folder), self.folder / f"{number:02d}"
-        shutil.rmtree(folder, ignore_errors=True)
+        base, folder = long_replay(self.workshop.folder), self.new_folder(number)
         command = shlex.join(replay_command(folder, base / "rollouts", LONG))
         terminal = _Terminal()
         start = time.monotonic()
         try:
             terminal.run(f"cd {shlex.quote(str(folder))}; {line.format(command)}")
-            metrics = folder / "out/metrics.jsonl"
-            wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 1, _PATIENCE_S, "the first step")
+            wait_until(lambda: last_step(folder / "out") > 0, _PATIENCE_S, "the first step")
             time.sleep(rng.uniform(0.0, 1.0))
             pids = terminal.pids
             wrong = act(terminal, rng)

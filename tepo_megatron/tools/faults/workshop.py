@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,11 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(_NOT_COMPARED)} for row in rows]
 
 
+def last_step(out: Path) -> int:
+    rows = _rows(out)
+    return rows[-1]["step"] if rows else -1
+
+
 def differences(out: Path, reference: Path, *, lacking: bool = False) -> str:
     """``lacking``: rows of metrics may be missing."""
     expected, rows = {row["step"]: row for row in _rows(reference)}, _rows(out)
@@ -101,6 +107,12 @@ class RunEnd(NamedTuple):
     code: int
     printed: str
 
+    @classmethod
+    def of(cls, process: subprocess.Popen[bytes], folder: Path) -> RunEnd:
+        """Raises subprocess.TimeoutExpired."""
+        code = process.wait(_PATIENCE_S)
+        return cls(code, (folder / "log.txt").read_text(errors="replace"))
+
     @property
     def said(self) -> str:
         lines = [line for line in self.printed.splitlines() if line.strip()]
@@ -133,8 +145,7 @@ class LiveRun:
 
     @property
     def last_step(self) -> int:
-        rows = _rows(self.out)
-        return rows[-1]["step"] if rows else -1
+        return last_step(self.out)
 
     def start(self) -> None:
         resume = any((self.out / "checkpoints").glob("step_*/state.json"))
@@ -254,15 +265,9 @@ def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bo
     (folder / "log.txt").unlink(missing_ok=True)
     process = start(folder, replay_command(folder, rollouts, steps, *overrides, resume=resume))
     try:
-        return wait_replayed(folder, process)
+        return RunEnd.of(process, folder)
     finally:
         end_tree(process)
-
-
-def wait_replayed(folder: Path, process: subprocess.Popen[bytes]) -> RunEnd:
-    """Raises subprocess.TimeoutExpired."""
-    code = process.wait(_PATIENCE_S)
-    return RunEnd(code, (folder / "log.txt").read_text(errors="replace"))
 
 
 def undisturbed(work: Path) -> Path:
@@ -378,6 +383,29 @@ class FaultClass(ABC):
     @abstractmethod
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         """All randomness comes from ``rng``."""
+
+    def new_folder(self, number: int) -> Path:
+        folder = self.folder / f"{number:02d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def resume(
+        self, name: str, folder: Path, rollouts: Path, *overrides: str, told: str, may_lack: bool = False
+    ) -> FaultOutcome:
+        """Reports the first line with ``told``; with it and ``may_lack``, rows of metrics may be missing."""
+        start = time.monotonic()
+        result = replay(folder, rollouts, STEPS, *overrides, resume=True)
+        seconds = time.monotonic() - start
+        if result.has_traceback:
+            return FaultOutcome(name, "lost", f"a traceback: {result.said}")
+        if result.code:
+            return FaultOutcome(name, "refused", result.said)
+        messages = [line.strip()[:300] for line in result.printed.splitlines() if told in line]
+        reference = undisturbed(self.workshop.folder) / "whole/out"
+        if wrong := differences(folder / "out", reference, lacking=may_lack and bool(messages)):
+            return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
+        shutil.rmtree(folder, ignore_errors=True)
+        return FaultOutcome(name, "survived", messages[0] if messages else "", seconds)
 
     def close(self) -> None:  # noqa: B027  # not every class has something to end
         ...
