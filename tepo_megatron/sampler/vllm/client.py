@@ -64,9 +64,9 @@ class Client:
     """Requests to one server, from several threads.
 
     Raises ServerSilent after ``timeout_s``, ServerFault if the server cannot be reached, fails (status 5xx) or answers wrongly,
-    RuntimeError for a refusal. Samples and receiving weights have no time limit, but :meth:`close` ends them. ``asleep``: freed
-    memory. ``routed``: responses must have their experts. ``versions_apart``: versions share no cached prompts. ``pool`` is one
-    per server, so that a hanging one blocks no others.
+    RuntimeError for a refusal. Samples, but those drawn first, and receiving weights have no time limit; :meth:`close` ends
+    them. ``asleep``: freed memory. ``routed``: responses must have their experts. ``versions_apart``: versions share no cached
+    prompts. ``pool`` is one per server, so that a hanging one blocks no others.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class Client:
     ) -> Iterator[tuple[int, Response]]:
         """Yields (sample, response) as samples finish.
 
-        ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others. ``cached`` gets, for
+        ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others, is short and has the
+        time limit of those that are no streams: ServerSilent where the server sends nothing for so long. ``cached`` gets, for
         each sample, the tokens of the prompt that came from the prefix cache. ``is_aborted``: :meth:`abort` was called, and
         unfinished samples come in part. Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
         """
@@ -165,7 +166,7 @@ class Client:
             ],
         }
         # Closed here: the garbage collector could do it while a thread holds the lock that this needs.
-        with closing(self._stream(SAMPLES, body)) as pieces:
+        with closing(self._stream(SAMPLES, body, self._http.timeout if first else self._unbounded)) as pieces:
             try:
                 yield from read_responses(
                     pieces,
@@ -278,11 +279,8 @@ class Client:
             what = f"POST {self.url}{path}: status {reply.status_code}, but {error}: {reply.text[:200]!r}"
             raise ServerFault(what, url=self.url) from error
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Generator[bytes, None, None]:
-        with (
-            self._faults(path),
-            self._http.stream("POST", path, json=body, timeout=self._unbounded, extensions=self._traced) as reply,
-        ):
+    def _stream(self, path: str, body: dict[str, Any], timeout: httpx.Timeout) -> Generator[bytes, None, None]:
+        with self._faults(path), self._http.stream("POST", path, json=body, timeout=timeout, extensions=self._traced) as reply:
             if not reply.is_success:
                 reply.read()
                 self._check_status(path, reply)

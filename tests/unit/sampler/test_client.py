@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -96,6 +98,29 @@ def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> N
     client = serve(200, reply)
     with pytest.raises(RuntimeError, match=f"^{URL} answered with something else than the log-probs of the prompt"):
         client.prompt_logprobs((4, 9, 7))
+
+
+def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_still() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def begin_an_answer() -> None:
+            connection, _ = listener.accept()
+            held.append(connection)  # an open stream, whose engine does not answer
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+        held: list[socket.socket] = []
+        server = threading.Thread(target=begin_an_answer)
+        server.start()
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY, 0.2)
+        try:
+            with pytest.raises(ServerSilent, match=r"rollout\.server\.request_timeout_s"):
+                client.read_through_cache((1, 5), 4, NINE)
+        finally:
+            client.close()
+            server.join()
+            for connection in held:
+                connection.close()
 
 
 class Clock:
