@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -249,9 +249,16 @@ class TokenSamples:
         return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
 
 
-_HINTS = {name: hint for name, hint in get_type_hints(TokenSamples).items() if get_origin(hint) is np.ndarray}
-_ARRAYS: dict[str, type[np.generic]] = {name: get_args(get_args(hint)[1])[0] for name, hint in _HINTS.items()}
-_OF_RESPONSES = tuple(_ARRAYS)[: list(_ARRAYS).index("ids")]
+_OF_RESPONSES: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("lengths", "prompt", "group", "update"), np.int32),
+    **{"reward": np.float32, "truncated": np.bool_},
+}
+_ARRAYS = _OF_RESPONSES | {
+    **dict.fromkeys(("ids", "version"), np.int32),
+    **dict.fromkeys(("logprob_sampler", "logprob_trainer", "logprob_update"), np.float32),
+    **dict.fromkeys(("entropy", "entropy_change", "advantage", "ratio"), np.float32),
+    **dict.fromkeys(("loss_mask", "masked"), np.bool_),
+}
 
 
 def token_file(folder: Path, step: int) -> Path:
