@@ -48,6 +48,7 @@ class Routers:
                     module.router_replay = _Choice(self, module.layer_number - 1)
                     self._choices.append(module.router_replay)
                     module.routing = partial(module.router_replay.route, module.routing)
+                    module._apply_expert_bias = partial(_count_for_bias, module)
 
     @contextmanager
     def forward_pass(self, share: Share, *, train: bool) -> Iterator[None]:
@@ -187,11 +188,12 @@ class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are n
     def gating(self, input: Tensor) -> Tensor:
         return linear(input.float(), self.weight.float())
 
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Megatron's version calls torch.compile
-        if self.enable_expert_bias and torch.is_grad_enabled():
-            real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
-            self.local_tokens_per_expert += real.sum(dim=0)
+
+def _count_for_bias(router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """Megatron's (0.16) does not broadcast the mask [t] over the map [t, experts], and calls torch.compile."""
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+        router.local_tokens_per_expert += real.sum(dim=0)
 
 
 def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
