@@ -70,7 +70,7 @@ class Part:
                 reason = f"its results cannot be read: {error!r}"
         record["state"] = "failed" if reason else "passed"
         say(f"{self.name}: {record['state']} after {record['seconds']:.0f} s")
-        return {**record, "reason": f"{reason}\n{printed[-2000:]}".strip() if reason else ""}
+        return {**record, "reason": f"{reason}\n{printed[-4000:]}".strip() if reason else ""}
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _head_figures(folder: Path, _: str) -> Mapping[str, Any]:
     return {"results": _results(folder, "head-*.json")}
 
 
-_PYTEST = ("pytest", "-m", "gpu", "-q")
+_PYTEST = ("pytest", "-m", "gpu")  # the project's own -q is there already, and -qq prints no counts
 _BENCH = ("tepo_megatron", "bench")
 _TINY_ON_GPU = (
     *("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", "engine.platform=cuda", "engine.parallel.tp=1"),
