@@ -25,6 +25,17 @@ _tepo_kit() {
         echo "gpu kit: $(basename "$archive") was built for another torch than this machine's $torch; without Transformer Engine" >&2
       fi
     done
+    # The checkout is not installed there, and vLLM finds plugins only by their distribution's entry points.
+    "$python" - "$root" "$site/tepo_megatron-0.dist-info" <<'PYTHON' || return
+import pathlib, sys, tomllib
+info = pathlib.Path(sys.argv[2])
+info.mkdir(exist_ok=True)
+project = tomllib.loads(pathlib.Path(sys.argv[1], "pyproject.toml").read_text())["project"]
+lines = ["Metadata-Version: 2.1", "Name: " + project["name"], "Version: 0"]
+(info / "METADATA").write_text("\n".join(lines) + "\n")
+points = [(group, *point) for group, points in project["entry-points"].items() for point in points.items()]
+(info / "entry_points.txt").write_text("".join(f"[{group}]\n{name} = {value}\n" for group, name, value in points))
+PYTHON
     touch "$site/.done"
   fi
   export PYTHONPATH=$site:$root${PYTHONPATH:+:$PYTHONPATH}
