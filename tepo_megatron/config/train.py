@@ -287,6 +287,9 @@ class LogConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard events to ``<output>/tensorboard``."""
 
+    curves: bool = True
+    """Draw ``<output>/curves.png`` at the end, which takes seconds; ``tepo plot`` draws it at any time."""
+
     wandb: _WandbConfig | None = None
     """Also log to Weights & Biases. null: off."""
 

@@ -149,7 +149,8 @@ class Output:
         console = Terminal.of_output()
         try:
             rows = read_metrics(metrics)
-            plot_curves(metrics, self.folder / "curves.png", self._config.name)
+            if self._config.log.curves:
+                plot_curves(metrics, self.folder / "curves.png", self._config.name)
             if self._config.log.progress == "none":
                 return
             console.print(final_table(rows, self.folder))
