@@ -141,14 +141,12 @@ class _HostileAnswers(FaultClass):
     _pool: RewardPool | None = None
 
     def inject(self, number: int, rng: Random) -> FaultOutcome:
-        if self._pool is None:
-            self._pool = RewardPool(RewardConfig(verifier="math", timeout_s=TIMEOUT_S))
         # spread over all groups
         name, answer, response = _HOSTILE[number * len(_HOSTILE) // self.count(quick=self.workshop.is_quick)]
         hostile = Problem(f"hostile/{name}", "What is 37 + 58?", answer)
         right, wrong = Problem("right", "1+1=", "2"), Problem("wrong", "1+2=", "3")
         neighbours = [(right, r"\boxed{2}"), (hostile, response), (wrong, r"\boxed{4}"), (right, "$2$")]
-        results = _score(self._pool, neighbours)
+        results = self._score(neighbours)
         rewards = [result.reward for result in results]
         if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
             errors = [result.error for result in results if result.error]
@@ -159,18 +157,20 @@ class _HostileAnswers(FaultClass):
             return FaultOutcome(name, "lost", f"the worker grew to {peak:.1f} GiB")
         return FaultOutcome(name, "refused" if results[1].error else "survived", (results[1].error or "")[:200])
 
+    def _score(self, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+        for _ in range(ATTEMPTS):
+            if self._pool is None:
+                self._pool = RewardPool(RewardConfig(verifier="math", timeout_s=TIMEOUT_S))
+            results = self._pool.score(neighbours)
+            if not any(TOOK_TOO_LONG in (result.error or "") for result in (results[0], *results[2:])):
+                break
+            self.close()  # a pool remembers what failed
+        return results
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-def _score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
-    for _ in range(ATTEMPTS):
-        results = pool.score(neighbours)
-        if not any(TOOK_TOO_LONG in (result.error or "") for result in (results[0], *results[2:])):
-            break
-    return results
 
 
 def _largest_worker_gib() -> float:

@@ -57,11 +57,11 @@ PHASES = tuple(WITHIN_S)
 
 
 class _Kills(_LiveFaults):
-    """Rounds of roles shift the phases by one, so that all pairs come up."""
+    """The second round of roles shifts the phases by one."""
 
     name = "kills"
     title = "kill −9 of any process in any phase, live"
-    whole, quick = 30, 3
+    whole, quick = 2 * len(ROLES), 3
     sends = signal.SIGKILL
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:

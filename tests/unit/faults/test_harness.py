@@ -73,13 +73,13 @@ def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path
 
 
 def test_there_are_as_many_faults_as_were_promised_and_no_two_kills_are_the_same() -> None:
-    promised = {"kills": 30, "hangs": 8, "damage": 12, "disks": 5, "strangers": 22, "configs": 200, "answers": 60}
+    promised = {"kills": 16, "hangs": 8, "damage": 12, "disks": 5, "strangers": 22, "configs": 200, "answers": 60}
     promised |= {"stops": 21, "records": 19, "journals": 5, "clocks": 4, "memory": 2, "sizes": 2, "borders": 105}
     assert {name: kind.whole for name, kind in run.CLASSES.items() if name in promised} == promised
     assert len(SILENT_FAULTS) >= 12
     assert sum(kind.whole for kind in run.CLASSES.values()) >= 500
-    pairs = {(ROLES[n % len(ROLES)], PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n in range(30)}
-    assert len(pairs) == 30
+    pairs = {(ROLES[n % len(ROLES)], PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n in range(16)}
+    assert len(pairs) == 16
     assert ({role for role, _ in pairs}, {phase for _, phase in pairs}) == (set(ROLES), set(PHASES))
 
 
@@ -257,7 +257,19 @@ def test_an_honest_answer_may_be_late_but_not_each_time(
     scores: list[list[RewardResult]], result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = iter(scores)
-    monkeypatch.setattr(input_faults, "RewardPool", lambda config: SimpleNamespace(score=lambda items: next(calls)))
+
+    class Pool:
+        """Remembers what failed, as the real one."""
+
+        def __init__(self, config: object) -> None:
+            self.results = next(calls)
+
+        def score(self, items: object) -> list[RewardResult]:
+            return self.results
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(input_faults, "RewardPool", Pool)
     fault = run.CLASSES["answers"](cast(Any, SimpleNamespace(is_quick=True, folder=tmp_path)))
     assert fault.inject(0, random.Random(0)).result == result
     assert next(calls, None) is None
