@@ -41,7 +41,7 @@ FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
 _KILLS, _HANGS = run_faults.LIVE
 _LIVE = (_KILLS, *record_faults.LIVE, _HANGS, *strangers.FAULTS)
-_REPLAYED = (*run_faults.REPLAYED, *record_faults.REPLAYED, *machine_faults.FAULTS, *stop_faults.FAULTS)
+_REPLAYED = (*stop_faults.FAULTS, *record_faults.REPLAYED, *run_faults.REPLAYED, *machine_faults.FAULTS)
 CLASSES: Mapping[str, type[FaultClass]] = {
     kind.name: kind for kind in (*input_faults.FAULTS, *borders.FAULTS, *_REPLAYED, *silent.FAULTS, *_LIVE)
 }
@@ -55,7 +55,8 @@ def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say
     (folder / "begun").mkdir()
     live = [kind for kind in classes if kind in _LIVE]
     first = live if quick else live[:1]  # quick: one live run serves all
-    own = {"first": first, "second": live[len(first) :], "third": [kind for kind in classes if kind not in _LIVE]}
+    others = sorted((kind for kind in classes if kind not in _LIVE), key=lambda kind: kind not in _REPLAYED)  # long ones first
+    own = {"first": first, "second": live[len(first) :], "third": others}
     chosen = {name: kinds for name, kinds in own.items() if kinds}
     if len(chosen) < 2:
         _run_lane(next(iter(chosen), "first"), classes, record, say)

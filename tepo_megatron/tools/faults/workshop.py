@@ -42,6 +42,7 @@ REPLAYED = (*_SHARED, "evaluate.every=0", "train.keep_checkpoints=3")
 _LIVE = (
     *_SHARED,
     *("rollout.server.tp=2", "engine.parallel.tp=2"),  # two workers and two ranks: every kind of process exists
+    'rollout.server.extra_args=["--num-gpu-blocks-override=256"]',  # a worker would write zeros to a GiB at each start
     "engine.parallel.sequence_parallel=true",
     "rollout.server.max_restarts=1000",
     *("rollout.server.start_timeout_s=1800", "rollout.server.request_timeout_s=600"),  # limits for a busy machine
