@@ -3,6 +3,7 @@
 #
 #   bash scripts/gpu_kit.sh                 gpu-kit/: the trainer with Megatron's own layers, 6 MiB, under a minute
 #   bash scripts/gpu_kit.sh --te            also Transformer Engine, for compute capability 9.0 only: 10 MiB more, 15 minutes
+#   bash scripts/gpu_kit.sh --vllm          also vLLM and what its server imports, for that capability only: 40 MiB more
 #   bash scripts/gpu_kit.sh --rollouts      also recorded rollouts, for the part "replay" of tepo bench gpu: a minute, with .venv
 #   bash scripts/gpu_kit.sh --te --check    then imports all of it beside a CUDA build of that torch (needs no GPU)
 #
@@ -16,10 +17,19 @@ TORCH=${TORCH:-2.11.0} ARCHITECTURES=${ARCHITECTURES:-90}
 kit=gpu-kit work=build/gpu-kit/$TORCH
 lacking='megatron-core|pydantic|pydantic-core|annotated-types|typing-inspection|omegaconf|antlr4-python3-runtime|math-verify|latex2sympy2-extended'
 
-te=false check=false rollouts=false
+# What vLLM's server imports for a dense model; a bare machine brings the rest.
+serving='vllm|apache-tvm-ffi|astor|blake3|cachetools|cbor2|compressed-tensors|depyf|dill|docstring-parser|fastapi|httpcore2'
+serving+='|httptools|httpx2|ijson|interegular|jiter|jmespath|jsonschema|jsonschema-specifications|lark|llguidance|lm-format-enforcer'
+serving+='|loguru|mcp|mcp-types|model-hosting-container-standards|msgspec|nvtx|openai|opentelemetry-(api|sdk|semantic-conventions)'
+serving+='|oss-harmony|partial-json-parser|prometheus-fastapi-instrumentator|pybase64|pydantic-extra-types|pydantic-settings'
+serving+='|python-dotenv|python-json-logger|python-multipart|pyzmq|referencing|rpds-py|setproctitle|sniffio|starlette|truststore|uvicorn'
+serving+='|watchfiles|websockets|xgrammar'
+
+te=false check=false rollouts=false vllm=false
 for argument in "$@"; do
   case $argument in
     --te) te=true ;;
+    --vllm) vllm=true ;;
     --check) check=true ;;
     --rollouts) rollouts=true ;;
     *) die "unknown argument $argument; see the first lines of scripts/gpu_kit.sh" ;;
@@ -88,6 +98,23 @@ if $te; then
     XZ_OPT=-T0 tar -C "$work/te" -cJf "$kit/$built.part" .
     mv "$kit/$built.part" "$kit/$built"
   fi
+fi
+
+if $vllm && [[ ! -e $kit/vllm-$TORCH-sm$ARCHITECTURES.tar.xz ]]; then
+  make_build_venv
+  say "fetching vLLM (0.3 GB), and keeping its code for sm_$ARCHITECTURES"
+  mapfile -t wheels < <(pin "($serving)")
+  rm -rf "$work/vllm"
+  "$work/venv/bin/python" -m pip install -qq --no-deps --no-compile --target "$work/vllm" "${wheels[@]}"
+  # FlashAttention 2, and kernels of models and formats that are not served here.
+  (cd "$work/vllm/vllm" && rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C* _{flashkda,deepselect,flashmla,qutlass}_C* third_party/{deep_gemm,fmha_sm100})
+  for library in _C_stable_libtorch _moe_C_stable_libtorch vllm_flash_attn/_vllm_fa3_C; do
+    library=$work/vllm/vllm/$library.abi3.so
+    "$work/venv/bin/python" scripts/trim_fatbin.py "$library" "$work/trimmed.so" "$ARCHITECTURES"
+    mv "$work/trimmed.so" "$library"
+  done
+  XZ_OPT='-T0 -9' tar -C "$work/vllm" -cJf "$kit/vllm.part" .
+  mv "$kit/vllm.part" "$kit/vllm-$TORCH-sm$ARCHITECTURES.tar.xz"
 fi
 
 if $check; then

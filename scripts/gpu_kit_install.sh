@@ -17,12 +17,12 @@ _tepo_kit() {
   if [[ ! -e $site/.done ]]; then
     mkdir -p "$site"
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$kit"/*.whl || return
-    for archive in "$kit"/te-*.tar.xz; do
+    for archive in "$kit"/{te,vllm}-*.tar.xz; do
       [[ -e $archive ]] || continue
-      if [[ $(basename "$archive") == "te-$torch-"* ]]; then
+      if [[ $(basename "$archive") == *"-$torch-"* ]]; then
         tar -C "$site" -xJf "$archive" || return
       else
-        echo "gpu kit: $(basename "$archive") was built for another torch than this machine's $torch; without Transformer Engine" >&2
+        echo "gpu kit: $(basename "$archive") was built for another torch than this machine's $torch; without it" >&2
       fi
     done
     # The checkout is not installed there, and vLLM finds plugins only by their distribution's entry points.
@@ -42,6 +42,9 @@ PYTHON
   "$python" -c 'import tepo_megatron.cli.main, tepo_megatron.trainer.megatron.engine, tepo_megatron.core.scores' || return
   if [[ -e $site/transformer_engine ]]; then
     "$python" -c 'import transformer_engine.pytorch' || return
+  fi
+  if [[ -e $site/vllm ]]; then
+    "$python" -c 'import vllm.entrypoints.openai.api_server, vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu.model_runner' || return
   fi
 }
 _tepo_kit
