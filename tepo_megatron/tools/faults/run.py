@@ -125,10 +125,10 @@ or a process that is left. What a user sees of each fault, and what to do, is in
 """
 _SILENT_INTRODUCTION = """## Silent faults
 
-They come after the digests, in a vLLM worker; the checks that can show them are in [numerics](numerics.md). In the columns, in
-nats: the worst token of the prompt, the difference through the cache, the mean difference in the worst group of rollouts. An
-error of size s is right + s · (wrong − right); sizes were tried from 1 down by tens until none was seen. What is stale is one
-optimizer step old. A false alarm would be a line without a fault that was caught.
+They come after the digests, in a vLLM worker; the checks that can show them are in [numerics](../reference/numerics.md). In the
+columns, in nats: the worst token of the prompt, the difference through the cache, the mean difference in the worst group of
+rollouts. An error of size s is right + s · (wrong − right); sizes were tried from 1 down by tens until none was seen. What is
+stale is one optimizer step old. A false alarm would be a line without a fault that was caught.
 """
 _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\\_", "[": "\\[", "]": "\\]"})
 
@@ -227,7 +227,7 @@ class _OutcomeLog:
         for folder, name in ((self.folder, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
             for form in (str(folder.resolve()), str(folder)):
                 text = text.replace(form, name)
-        return re.sub(r"\s+", " ", text)[:240].translate(_ESCAPED)
+        return re.sub(r"\s+", " ", text)[:160].translate(_ESCAPED)
 
 
 def _row(name: str, entries: Sequence[dict[str, Any]]) -> tuple[str, ...]:
