@@ -80,7 +80,7 @@ Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 class Fp8Config(Section):
     recipe: Recipe = "none"
     """FP8 scaling of layers' matrix products. ``delayed``: per tensor, from earlier steps; ``tensorwise``: per tensor, from its
-    values; ``blockwise``: per 128 values (Hopper); ``mxfp8``: per 32 values (Blackwell). Not run on a GPU yet.
+    values; ``blockwise``: per 128 values (Hopper); ``mxfp8``: per 32 values (Blackwell), not run on a GPU yet.
     """
 
     format: Literal["e4m3", "hybrid"] = "hybrid"
@@ -143,7 +143,7 @@ RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
 
 class EngineConfig(Section):
     platform: Literal["auto", "cpu", "cuda"] = "auto"
-    """Trainer's device; ``auto`` is CUDA if torch sees a GPU. CUDA: not run on a GPU yet."""
+    """Trainer's device; ``auto`` is CUDA if torch sees a GPU."""
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
     """CPU threads per rank. ``auto``: an equal share of cores with ``train.schedule = sync``, of those that servers leave with

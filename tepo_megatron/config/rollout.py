@@ -105,7 +105,7 @@ class ServerConfig(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: between separate GPUs. ``ipc``: within a colocated
     GPU, to others by NCCL through the trainer's rank there. ``auto``: ``gloo`` if the trainer is on a CPU or shares a GPU with
-    a server, ``ipc`` if colocated, else ``nccl``. NCCL and IPC: not run on a GPU yet.
+    a server, ``ipc`` if colocated, else ``nccl``. NCCL: not run on a GPU yet.
     """
 
     transfer_timeout_s: Seconds = 120.0

@@ -164,16 +164,16 @@ class OptimizerConfig(Section):
     """Shard optimizer states over data- and context-parallel ranks (Megatron's). Fields below need it."""
 
     exp_avg_dtype: MomentDtype = "float32"
-    """Dtype of Adam's mean gradient between steps. Needs a GPU and Transformer Engine. Not run on a GPU yet."""
+    """Dtype of Adam's mean gradient between steps. Needs a GPU and Transformer Engine."""
 
     exp_avg_sq_dtype: MomentDtype = "float32"
     """As ``exp_avg_dtype``, for the mean square."""
 
     store_param_remainders: bool = False
-    """Store only the 16 bits of an fp32 weight that bfloat16 lacks. Needs Transformer Engine. Not run on a GPU yet."""
+    """Store only the 16 bits of an fp32 weight that bfloat16 lacks. Needs Transformer Engine."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of weights that Adam updates in host memory, 16 bytes each: Megatron's hybrid. Not run on a GPU yet."""
+    """Fraction of weights that Adam updates in host memory, 16 bytes each: Megatron's hybrid."""
 
     @property
     def precision_aware(self) -> bool:

@@ -42,7 +42,7 @@ def fused_linear_logprob_and_entropy(
 ) -> TokenScores:
     """Computes `logprob_and_entropy` of ``hidden @ weightᵀ`` a chunk at a time, without all logits.
 
-    Logits of bfloat16 or float16 factors are fp32 and never rounded to their dtype (not run on a GPU yet).
+    Logits of bfloat16 or float16 factors are fp32 and never rounded to their dtype.
 
     All ranks of ``tp_group`` call, forward and backward. Forward all-gathers 16 bytes (24 with the entropy's slope) per scored
     token and rank. Backward recomputes the logits and all-reduces the hidden states' gradient. Under sequence parallelism both

@@ -1,4 +1,4 @@
-"""Messages through CUDA IPC between trainer and worker on one GPU (decision 009). Not run on a GPU yet."""
+"""Messages through CUDA IPC between trainer and worker on one GPU (decision 009)."""
 
 from __future__ import annotations
 
