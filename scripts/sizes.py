@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_758,
-    "tests, lines": 39_180,
-    "docs and docstrings, words": 109_790,
+    "package, lines": 48_771,
+    "tests, lines": 39_215,
+    "docs and docstrings, words": 109_806,
     "public classes and functions": 809,
     "modules": 262,
     "modules below 60 lines": 40,

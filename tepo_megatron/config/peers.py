@@ -202,12 +202,13 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
     drawn = read.get("generation_batch_size") or update // read["gradient_accumulation_steps"] * generations
     updates = _whole(drawn / update, "generation_batch_size over an update's completions")
     steps, epsilon = read.get("max_steps") or 0, read["epsilon"]
+    step = updates * read.get("num_iterations", 1)  # optimizer steps in ours
     made: dict[str, Any] = {
         "rollout.prompts_per_step": _whole(drawn / read["num_generations"], "completions of a step over num_generations"),
         "train.minibatches": updates,
-        "train.steps": math.ceil(steps / updates) if steps > 0 else None,
-        "train.save_every": max(1, round(read["save_steps"] / updates)),
-        "evaluate.every": max(1, round(read["eval_steps"] / updates)) if read.get("eval_steps") else None,
+        "train.steps": math.ceil(steps / step) if steps > 0 else None,
+        "train.save_every": max(1, round(read["save_steps"] / step)),
+        "evaluate.every": max(1, round(read["eval_steps"] / step)) if read.get("eval_steps") else None,
         "optimizer.betas": [read["adam_beta1"], read["adam_beta2"]],
         **_machines(1, read["num_processes"], (1, 1, 1), result["rollout.server.placement"], result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
@@ -264,7 +265,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if warmup <= 0 and steps:
         warmup = math.ceil(ratio * steps)
     if warmup > 0:
-        made["optimizer.warmup_steps"] = updates * warmup
+        made["optimizer.warmup_steps"] = updates * actor.get("ppo_epochs", 1) * warmup
     if actor.get("use_kl_loss"):
         kinds = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
         made["objective.kl.coefficient"] = actor.get("kl_loss_coef", 0.001)

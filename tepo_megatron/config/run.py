@@ -189,15 +189,15 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
 
 
 def _objective_faults(run: RunConfig) -> Iterator[str]:
-    objective, once = run.objective, run.train.minibatches == 1
+    objective, once = run.objective, run.train.updates_per_step == 1
     if "entropy_noise" in objective.needs and not run.engine.noise_every:
         yield "objective.kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none; set it to 50"
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
     if once and objective.kl_mask is not None and objective.kl_mask.against == "old":
         warnings.warn(
-            "objective.kl_mask adds nothing with train.minibatches = 1: at a step's only update the KL from the policy before "
-            "it is 0; 4 is usual",
+            "objective.kl_mask adds nothing with train.minibatches = 1 and one pass: at a step's only update the KL from the "
+            "policy before it is 0; 4 is usual",
             stacklevel=2,
         )
 

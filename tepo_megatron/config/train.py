@@ -50,7 +50,10 @@ class TrainConfig(Section):
     """Steps, with one batch of rollouts each."""
 
     minibatches: PositiveInt = 4
-    """K, optimizer steps per batch, each on an equal part of the responses."""
+    """K, optimizer steps per pass over a batch, each on an equal part of the responses."""
+
+    epochs_per_batch: PositiveInt = 1
+    """Passes over a batch: PPO's epochs, TRL's ``num_iterations``. Ratios are to the policy before the first."""
 
     schedule: Literal["sync", "overlap"] = "sync"
     """``sync``: trainer and servers take turns. ``overlap``: servers sample ahead; ``objective.mismatch`` corrects it."""
@@ -115,6 +118,10 @@ class TrainConfig(Section):
 
     allow_change: tuple[str, ...] = ()
     """Fields or sections that may differ from the checkpoint's, such as ``[seed, objective.kl]``."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.minibatches * self.epochs_per_batch
 
     def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:

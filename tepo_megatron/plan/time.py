@@ -260,6 +260,7 @@ class StepTime:
         cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
         sequences = rollout.prompts_per_step * rollout.samples_per_prompt
         tokens, responses = sequences * lengths.mean, sequences * lengths.response
+        trained = tokens * config.train.epochs_per_batch
         token = _forward_flops(spec, lengths.mean)
         training = 3 * token + _recomputed_flops(ranks, lengths.mean)
         scores = 2 if config.objective.needs_reference else 1
@@ -267,11 +268,12 @@ class StepTime:
         imbalance = _stage_imbalance(ranks)
         bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
         waits_train, waits_score = _exposed_seconds(ranks, tokens)
+        waits_train *= config.train.epochs_per_batch
         waits_score *= scores
         prefill = rollout.prompts_per_step * lengths.prompt * token
         padding = ranks.padding_share(lengths.mean)
         score = (scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score) * (1 + padding)
-        train = (training * tokens / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
+        train = (training * trained / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
         micro_batches = max(1.0, tokens / config.train.minibatches / parallel.dp / config.engine.micro_batch_tokens)
         return cls(
             sequences=sequences,
@@ -279,7 +281,7 @@ class StepTime:
             response_tokens=responses,
             flops_generation=prefill + responses * token,
             flops_score=scores * token * tokens,
-            flops_train=training * tokens,
+            flops_train=training * trained,
             bubble=bubble,
             imbalance=imbalance,
             padding=padding,
@@ -287,13 +289,13 @@ class StepTime:
             score=score * (1 + score_bubble),
             train=train * (1 + bubble),
             exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
-            exchange=_exchange(ranks, train / config.train.minibatches / micro_batches),
-            adam=config.train.minibatches * max(_adam(ranks, stage) for stage in range(parallel.pp)),
+            exchange=_exchange(ranks, train / config.train.updates_per_step / micro_batches),
+            adam=config.train.updates_per_step * max(_adam(ranks, stage) for stage in range(parallel.pp)),
             turns=max(2 * host.turns for host in hosts) / _pcie_rate(cluster),
             sync=sync.seconds if sync else 0.0,
             root=responses * PACK_SECONDS_PER_TOKEN,
             save=_save(ranks),
-            mfu=3 * token * tokens / (peak * train),
+            mfu=3 * token * trained / (peak * train),
         )
 
     @property
@@ -399,7 +401,7 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 def _exchange(ranks: TrainingRanks, micro_batch: float) -> float:
     """``micro_batch``: seconds of a forward and backward pass."""
     config, split = ranks.config, ranks.split
-    parallel, engine, minibatches = config.engine.parallel, config.engine, config.train.minibatches
+    parallel, engine, updates = config.engine.parallel, config.engine, config.train.updates_per_step
     stages = split.stages()
     experts = max(count.experts for count in stages)
     dense = max(count.total for count in stages) - experts
@@ -409,9 +411,9 @@ def _exchange(ranks: TrainingRanks, micro_batch: float) -> float:
     distributed = config.optimizer.distributed
     reduce = (4 if distributed else 8) * sent / link
     gather = (ELEMENT_BYTES[config.dtype()] if distributed else 0) * sent / link
-    exposed = minibatches * max(0.0, reduce - 2 / 3 * micro_batch if engine.overlap_grad_reduce else reduce)
+    exposed = updates * max(0.0, reduce - 2 / 3 * micro_batch if engine.overlap_grad_reduce else reduce)
     between = max(0.0, gather - 1 / 3 * micro_batch if engine.overlap_param_gather else gather)
-    return exposed + (minibatches - 1) * between + gather
+    return exposed + (updates - 1) * between + gather
 
 
 def _forward_flops(spec: ModelSpec, mean_length: float) -> float:

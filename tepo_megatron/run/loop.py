@@ -84,7 +84,8 @@ class Loop:
             self.on_root(lambda rank0: rank0.checks.check_rollouts(self.step, scored, rank0.collector.rollouts))
         self.safe_point(unless=self.stopping.update_fits)  # a step is dropped if its updates take too long
         with self.phase("update"), self.stopping.timed_update():
-            updates = [engine.update(part, last=number == len(scored)) for number, part in enumerate(scored, start=1)]
+            passes = scored * self.config.train.epochs_per_batch  # in one order: a part keeps the micro-batches of its scores
+            updates = [engine.update(part, last=number == len(passes)) for number, part in enumerate(passes, start=1)]
             self.skipped.check(self.step, batch, updates)
         self.finish_save(wait=False)
         row = {**summarize(batch, updates), **noise, **self.stopping.take_save_times()}
@@ -93,7 +94,7 @@ class Loop:
             return
         self.step += 1
         row |= engine.memory() | engine.take_routing_metrics()
-        self.on_root(lambda rank0: rank0.note_step(self.step, row, scored, updates))
+        self.on_root(lambda rank0: rank0.note_step(self.step, row, passes, updates))
         self.save_if_due()
         self.safe_point()
         self.update_weights()

@@ -120,8 +120,8 @@ class Rank0:
         except OSError as error:  # a file that is kept for study does not end a run
             self.output.message(f"the skipped batch could not be kept: {error}")
         self.output.message(
-            f"step {step + 1}: {len(skipped)} of {self.config.train.minibatches} optimizer steps skipped, a number was not "
-            f"finite: {skipped[0]['cause']}; see {path}"
+            f"step {step + 1}: {len(skipped)} of {self.config.train.updates_per_step} optimizer steps skipped, a number was "
+            f"not finite: {skipped[0]['cause']}; see {path}"
         )
         return path
 
@@ -199,7 +199,7 @@ class Rank0:
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
         self._row, self._evaluation = {}, {}
-        self.lost["lost/skipped"] += split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches
+        self.lost["lost/skipped"] += split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.updates_per_step
         sampler = self.servers.sampler
         figures |= NO_SERVERS if sampler is None else sampler.figures() | self.collector.idle_shares(split)
         written = self.output.write_row(step, {**figures, **split, **dict.fromkeys(LOST, 0.0), **self.lost})

@@ -40,7 +40,7 @@ _RUN = (
     *("environment.name", "environment.kwargs", "environment.adapter", "environment.max_turns", "environment.max_tokens"),
     "environment.observations",
     *("engine.fp8", "engine.noise_every", "engine.noise_sequences"),  # the measured noise is the objective's tolerance
-    *("train.minibatches", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
+    *("train.minibatches", "train.epochs_per_batch", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
 )
 KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(_FREE, "free"),

@@ -29,30 +29,30 @@ class SkippedUpdates:
         keep: Callable[[int, Sequence[Mapping[str, Any]]], Path] | None,
         from_root: Callable[[str], str],
     ) -> None:
-        self._seed, self._allowed = config.seed, config.train.max_skipped
+        self._seed, self._train = config.seed, config.train
         self._keep, self._from_root = keep, from_root
         self._in_a_row = 0
         self._first = ""  # step and cause of the first consecutive one
 
     def check(self, step: int, batch: Batch, updates: Sequence[UpdateResult]) -> None:
         """Raises RuntimeError on every rank after too many consecutive skipped steps."""
-        too_many = False
+        too_many, allowed = False, self._train.max_skipped
         for number, update in enumerate(updates):
             self._in_a_row = self._in_a_row + 1 if update.skipped else 0
             if self._in_a_row == 1:
-                self._first = f"in step {step + 1}, mini-batch {number + 1} of {len(updates)}: {update.skipped}"
-            too_many = too_many or self._in_a_row > self._allowed
+                self._first = f"in step {step + 1}, update {number + 1} of {len(updates)}: {update.skipped}"
+            too_many = too_many or self._in_a_row > allowed
         if not any(update.skipped for update in updates):
             return
-        order = members(batch.trained_sequences, len(updates), seed=self._seed, step=step)
+        order = members(batch.trained_sequences, self._train.minibatches, seed=self._seed, step=step)
         skipped = [
             {
-                "minibatch": number,
+                "minibatch": number % len(order),
                 "cause": update.skipped,
                 "loss": update.loss,
                 "grad_norm": update.grad_norm,
                 "ranks": list(update.not_finite),
-                "rollouts": order[number],  # indices in the step
+                "rollouts": order[number % len(order)],  # indices in the step
             }
             for number, update in enumerate(updates)
             if update.skipped
@@ -60,10 +60,10 @@ class SkippedUpdates:
         # All ranks fail together: one that failed at once would end rank 0 while it writes.
         path = self._from_root("" if self._keep is None else str(self._keep(step, skipped)))
         if too_many:
-            several = f"{self._allowed + 1} optimizer steps in a row were skipped"
-            what = several if self._allowed else "an optimizer step was skipped"
+            several = f"{allowed + 1} optimizer steps in a row were skipped"
+            what = several if allowed else "an optimizer step was skipped"
             raise RuntimeError(
-                f"{what} (train.max_skipped = {self._allowed}) since a number was not finite; the first {self._first}. The "
+                f"{what} (train.max_skipped = {allowed}) since a number was not finite; the first {self._first}. The "
                 f"weights are as they were before it, and the rollouts are in {Path(path).parent}. Look there, lower "
                 "optimizer.lr, or raise train.max_skipped"
             )

@@ -28,7 +28,7 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("name=7", "name: got 7; allowed: text (to give a number as text: name='\"7\"')"),
         ("train.stpes=3", "train.stpes: unknown key (got 3); did you mean train.steps?"),
         ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),
-        ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches"),
+        ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches, epochs_per_batch"),
         ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
         ("optimizer.min_lr=1", "optimizer: min_lr = 1 is more than lr = 1e-06; lower min_lr, or raise lr"),
         ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),

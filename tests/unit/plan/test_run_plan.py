@@ -145,6 +145,13 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert (replayed.time.generation, replayed.time.sync, replayed.sync) == (0, 0, None)
 
 
+def test_a_second_pass_costs_the_updates_again_and_no_scores() -> None:
+    once, twice = plan(LLAMA).time, plan(LLAMA, "train.epochs_per_batch=2").time
+    assert twice.train == pytest.approx(2 * once.train)
+    assert (twice.adam, twice.exchange, twice.mfu) == pytest.approx((2 * once.adam, 2 * once.exchange, once.mfu))
+    assert (twice.score, twice.generation) == (once.score, once.generation)
+
+
 def test_float32_computes_at_its_own_peak() -> None:
     overrides = ("engine.parallel={tp: 1, sequence_parallel: false}", "cluster.gpu_memory_gib=1000", REPLAY)
     half, full = (plan(QWEN, *overrides, f"model.dtype={dtype}") for dtype in ("bfloat16", "float32"))

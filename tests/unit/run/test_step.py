@@ -97,7 +97,7 @@ def rollouts(count: int) -> list[Rollout]:
     return [rollout(f"p{at // 2}", at // 2, float(at % 2), (4, 5 + at)) for at in range(count)]
 
 
-def guard_of(allowed: int) -> tuple[SkippedUpdates, dict[int, Any]]:
+def guard_of(allowed: int, minibatches: int = 2, epochs: int = 1) -> tuple[SkippedUpdates, dict[int, Any]]:
     """Also returns what it keeps: the entries of each step."""
     entries: dict[int, Any] = {}
 
@@ -105,7 +105,9 @@ def guard_of(allowed: int) -> tuple[SkippedUpdates, dict[int, Any]]:
         entries[step] = skipped
         return Path("out/skipped/step.json")
 
-    config = RunConfig.model_validate({"seed": 5, "train": {"max_skipped": allowed}})
+    config = RunConfig.model_validate(
+        {"seed": 5, "train": {"max_skipped": allowed, "minibatches": minibatches, "epochs_per_batch": epochs}}
+    )
     return SkippedUpdates(config, keep, lambda value: value), entries
 
 
@@ -127,7 +129,7 @@ def test_a_run_stops_at_the_first_row_of_skips_that_is_too_long(steps: list[list
 
 
 def test_the_sentence_names_the_first_cause_and_an_entry_the_rollouts_of_its_minibatch() -> None:
-    (guard, entries), step = guard_of(1), rollouts(7)
+    (guard, entries), step = guard_of(1, minibatches=3), rollouts(7)
     guard.check(4, pack(step), [MADE, replace(SKIPPED, skipped="rank 3: the first"), MADE])
     (entry,) = entries[4]
     assert (entry["minibatch"], entry["cause"], entry["ranks"]) == (1, "rank 3: the first", [{"rank": 1}])
@@ -138,9 +140,16 @@ def test_the_sentence_names_the_first_cause_and_an_entry_the_rollouts_of_its_min
         guard.check(6, pack(step), [SKIPPED, SKIPPED, MADE])
     assert str(info.value) == (
         "2 optimizer steps in a row were skipped (train.max_skipped = 1) since a number was not finite; the first in step 6, "
-        "mini-batch 3 of 3: rank 2: the next. The weights are as they were before it, and the rollouts are in out/skipped. "
+        "update 3 of 3: rank 2: the next. The weights are as they were before it, and the rollouts are in out/skipped. "
         "Look there, lower optimizer.lr, or raise train.max_skipped"
     )
+
+
+def test_a_second_pass_skips_the_mini_batches_of_the_first() -> None:
+    guard, entries = guard_of(3, minibatches=2, epochs=2)
+    guard.check(4, pack(rollouts(7)), [SKIPPED, MADE, SKIPPED, SKIPPED])
+    assert [entry["minibatch"] for entry in entries[4]] == [0, 0, 1]
+    assert entries[4][0]["rollouts"] == entries[4][1]["rollouts"] != entries[4][2]["rollouts"]
 
 
 def test_skipped_steps_are_counted_and_in_no_mean() -> None:

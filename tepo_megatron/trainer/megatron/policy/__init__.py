@@ -114,7 +114,9 @@ class PolicyBuilder:
             optimizer = _build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
             for name, values in unrounded.items():
                 OptimizerStates(optimizer).set_master(params[name], values)
-            schedule = _build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
+            schedule = _build_schedule(
+                config.optimizer, optimizer, total_steps=config.train.steps * config.train.updates_per_step
+            )
             megatron.finalize_model_grads_func = partial(_finalize_gradients, lora=lora)
             megatron.grad_scale_func = optimizer.scale_loss
             if config.engine.overlap_grad_reduce:  # in the first update Megatron learns which gradients complete a bucket
