@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,17 @@ from tepo_megatron.tasks.reward.verifiers import last_word
 
 MODULE = "tepo_megatron.tools.faults.program"
 FOLDER = "TEPO_FAULTS_FOLDER"
+
+
+def run_rank(log: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """For a new process. ``command``: as after ``python -m``."""
+    os.setsid()
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    sys.argv = list(command)
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def slow_last_word(problem: Problem, response: str) -> float:

@@ -68,11 +68,12 @@ def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say
 
 def _side_by_side(chosen: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
     running: dict[str, subprocess.Popen[bytes]] = {}
+    program = f"import runpy; runpy.run_module({__name__!r}, run_name='__main__')"  # -m: a replay's fork would import it again
     try:
         for lane, kinds in chosen.items():
             only = ",".join(dict.fromkeys(kind.name for kind in kinds))
             arguments = json.dumps({"lane": lane, "only": only, "folder": str(folder), "seed": seed, "quick": quick})
-            command = [sys.executable, "-m", __name__, arguments]
+            command = [sys.executable, "-c", program, arguments]
             running[lane] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         wait_until(lambda: all(process.poll() is not None for process in running.values()), 86400.0, "the end of the lanes")
     finally:
