@@ -251,3 +251,26 @@ def test_a_checkpoint_that_is_quantised_already_is_refused_by_the_name_of_its_la
         text = (world / f"refused-{rank}.txt").read_text()
         assert "model.layers.0.mlp.down_proj holds weights that were quantised before they were loaded" in text
         assert "rollout.server.quantization" in text
+
+
+def test_a_worker_on_a_cpu_sleeps_between_looks_for_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A spinning worker takes a core from the trainer."""
+    pytest.importorskip("vllm")
+    import zmq
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    from tepo_megatron.sampler.vllm.plugin.patches import rest_while_waiting
+
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # restored after the test
+    spun: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: spun.append(None))
+    with zmq.Context() as context:
+        reader = shm_broadcast.SpinCondition(True, context, f"ipc://{tmp_path}/notify", busy_loop_s=60)
+        reader.wait()
+        assert spun
+        rest_while_waiting()
+        spun.clear()
+        reader.wait()
+        assert not spun
+        for name in ("local_notify_socket", "write_cancel_socket", "read_cancel_socket"):
+            getattr(reader, name).close(0)

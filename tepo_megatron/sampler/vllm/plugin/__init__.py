@@ -38,6 +38,7 @@ def register() -> None:
         patches.load_adapters_from_memory()
     if os.environ.get(FORK_VARIABLE):
         patches.fork_processes()
+        patches.rest_while_waiting()
         if not gc.isenabled():  # see start.py
             gc.freeze()
             gc.enable()

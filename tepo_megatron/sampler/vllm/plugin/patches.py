@@ -9,7 +9,9 @@ import pickle
 import signal
 import socket
 import stat
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -89,6 +91,16 @@ def fork_processes() -> None:
     # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
     envs.environment_variables[_METHOD] = lambda: "fork"
     os.register_at_fork(after_in_child=_leave_parent)
+
+
+def rest_while_waiting() -> None:
+    """Affects CPUs only, where vLLM's workers spin for a second after each message, and take cores from trainer and engine."""
+    import vllm
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and in_range(vllm.__version__, VLLM_RANGE):
+        shm_broadcast.sched_yield = partial(time.sleep, 1e-4)
 
 
 def take_cores(cores: str, worker: int) -> int:
