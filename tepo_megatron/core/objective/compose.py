@@ -258,8 +258,6 @@ def _measure(
 
     metrics = {
         "ratio/mean": over(mask_T, ratio_T),
-        "clip/low": over(mask_T, gain.clipped_low_T.to(ratio_T.dtype)),
-        "clip/high": over(mask_T, gain.clipped_high_T.to(ratio_T.dtype)),
         "kl/mean": over(mask_T, kl_T),
         "kl/masked": over(masked_T, kl_T),
         "mask/fraction": over(mask_T, masked_T.to(ratio_T.dtype)),
@@ -267,6 +265,9 @@ def _measure(
         "mismatch/kl": over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
         "ess": over(mask_T, effective_samples.expand_as(ratio_T)),
     }
+    for name, clipped_T in (("clip/low", gain.clipped_low_T), ("clip/high", gain.clipped_high_T)):
+        if clipped_T is not None:
+            metrics[name] = over(mask_T, clipped_T.to(ratio_T.dtype))
     if values.entropy_change_T is not None:
         metrics["entropy/delta"] = over(mask_T, values.entropy_change_T)
         metrics["entropy/delta_masked"] = over(masked_T, values.entropy_change_T)
@@ -289,23 +290,17 @@ def _measure_clip(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Shares are of tokens with an advantage. ``ratio/sigma`` is the mean of (Σ_t δ)² / T_i; the row has its root."""
     mask_T, index_T, lengths_S = values.mask_T, values.index_T, values.lengths_S
-    clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
-    pushed_T = mask_T & (values.advantage_T != 0)
-    quarter_T = torch.bucketize(lengths_S.double(), context.length_quartiles)[index_T]
-
-    def share(where_T: Tensor) -> tuple[Tensor, Tensor]:
-        return (clipped_T & where_T).sum().double(), where_T.sum().double()
-
-    quarters = [share(pushed_T & (quarter_T == number)) for number in range(4)]
     square_S = sequence_sum(values.delta_T, index_T, lengths_S.numel()) ** 2 / lengths_S.clamp(min=1)
-    metrics = {
-        "clip/share": share(pushed_T),
-        "clip/share_q1": quarters[0],
-        "clip/share_q2": quarters[1],
-        "clip/share_q3": quarters[2],
-        "clip/share_q4": quarters[3],
-        "ratio/sigma": ((square_S * lengths_S).sum(), lengths_S.sum()),
-    }
+    metrics = {"ratio/sigma": ((square_S * lengths_S).sum(), lengths_S.sum())}
+    if gain.clipped_low_T is not None and gain.clipped_high_T is not None:
+        clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
+        pushed_T = mask_T & (values.advantage_T != 0)
+        quarter_T = torch.bucketize(lengths_S.double(), context.length_quartiles)[index_T]
+        parts = {"": pushed_T, **{f"_q{number + 1}": pushed_T & (quarter_T == number) for number in range(4)}}
+        metrics |= {
+            f"clip/share{name}": ((clipped_T & where_T).sum().double(), where_T.sum().double())
+            for name, where_T in parts.items()
+        }
     if isinstance(config.trust_region, Clip) and config.trust_region.is_auto:
         tokens = mask_T.sum().double()
         bounds = zip(("clip/bound_low", "clip/bound_high"), config.trust_region.bounds(context.clip_range), strict=True)

@@ -17,11 +17,11 @@ from tepo_megatron.core.types import bound_for_share
 
 
 class Surrogate(NamedTuple):
-    """What is maximised, and where a bound removed the ratio's gradient (bool)."""
+    """What is maximised, and where a bound removed the ratio's gradient (bool); None: not measured."""
 
     value_T: Tensor
-    clipped_low_T: Tensor
-    clipped_high_T: Tensor
+    clipped_low_T: Tensor | None = None
+    clipped_high_T: Tensor | None = None
 
 
 def _clipped(
@@ -119,12 +119,12 @@ def surrogate(
 
 def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
     raw = region.surrogate(ratio_T, values)
-    never_T = torch.zeros_like(values.mask_T)
-    whole = raw if isinstance(raw, Surrogate) else Surrogate(raw, never_T, never_T)
+    whole = raw if isinstance(raw, Surrogate) else Surrogate(raw)
     value_T = torch.where(values.mask_T, check_custom(region, whole.value_T, "surrogate", values.delta_T), 0.0)
     if detached_T is not None:
         value_T = torch.where(detached_T, value_T.detach(), value_T)
-    return Surrogate(value_T, whole.clipped_low_T & values.mask_T, whole.clipped_high_T & values.mask_T)
+    low_T, high_T = (None if mark_T is None else mark_T & values.mask_T for mark_T in whole[1:])
+    return Surrogate(value_T, low_T, high_T)
 
 
 def next_clip_range(region: TrustRegion, moves: Tensor, current: tuple[float, float] | None) -> tuple[float, float] | None:

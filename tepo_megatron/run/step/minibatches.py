@@ -63,7 +63,7 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
         row[name] = total / count if count else 0.0
     if "ratio/sigma" in row:
         row["ratio/sigma"] = math.sqrt(row["ratio/sigma"])  # the trainer's is a mean square
-    shares = (update.sums.get("clip/share", (0.0, 0.0)) for update in updates)
+    shares = [update.sums["clip/share"] for update in updates if "clip/share" in update.sums]
     row |= {f"clip/share_u{number}": total / count if count else 0.0 for number, (total, count) in enumerate(shares, start=1)}
     for name in updates[0].extrema:
         pick = max if name.endswith("/max") else min

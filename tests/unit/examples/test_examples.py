@@ -169,7 +169,7 @@ def test_own_objective_trains_and_is_not_resumed_with_another(tmp_path: Path) ->
     shutil.copytree(OBJECTIVE, folder)
     trained = train_on_references(folder / "run.yaml", out, *SMALL_OBJECTIVE, "train.save_every=1")
     assert [row["step"] for row in trained] == [0, 1, 2]
-    assert trained[-1]["clip/low"] == trained[-1]["clip/high"] == 0  # a gate clips nothing
+    assert not [name for name in trained[-1] if name.startswith("clip/")]  # it marks no bounds: not measured
     assert f"- {folder}/my_objective.py" in (out / "resolved.yaml").read_text()
     plugin = folder / "my_objective.py"
     plugin.write_text(plugin.read_text().replace("4 / tau_T", "5 / tau_T"))
