@@ -188,7 +188,9 @@ def _model_and_data(config: RunConfig) -> Finding:
         inputs = read_inputs(config, resolve_model_path(config.model.path))
     except ValueError as error:
         return Finding("fail", config.model.path, str(error))
-    counts = f"{len(inputs.train)} problems to train on, {len(inputs.heldout)} held out"
+    passes = config.train.steps * config.rollout.prompts_per_step / max(1, len(inputs.train))
+    counts = f"{len(inputs.train)} problems to train on, {passes:.1f} times in {config.train.steps} steps"
+    counts += f"; {len(inputs.heldout)} held out"
     counts += "".join(f", {len(item.problems)} in {item.name}" for item in inputs.sets)
     left_out = "".join(f"; {notice}" for notice in inputs.left_out)
     advice = ""

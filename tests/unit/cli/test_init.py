@@ -46,7 +46,8 @@ def test_answers_become_a_run_that_the_doctor_finds_fit(own: Path) -> None:
     checks = diagnose(run_checks(config))
     assert is_fit(checks), checks
     (check,) = [check for check in checks if check.name == "model and data"]
-    assert check.detail == "model; 5 problems to train on, 5 held out"
+    passes = config.train.steps * config.rollout.prompts_per_step / 5
+    assert check.detail == f"model; 5 problems to train on, {passes:.1f} times in {config.train.steps} steps; 5 held out"
     assert "run.yaml is there already" in invoke("init", code=1).stderr
 
 
@@ -128,10 +129,17 @@ def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> No
 
 def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {})  # of the machine
-    settings = ["model.path=model", "data.train=train.jsonl", "data.heldout=heldout.jsonl", "rollout.sampling.max_new_tokens=9"]
+    settings = [
+        "model.path=model",
+        "data.train=train.jsonl",
+        "data.heldout=heldout.jsonl",
+        "rollout.sampling.max_new_tokens=9",
+        "train.steps=7",
+    ]
     done = invoke("doctor", "--json", *settings)
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert found["model and data"]["detail"].endswith("5 problems to train on, 5 held out")
+    passes = 7 * load_run(None).rollout.prompts_per_step / 5
+    assert found["model and data"]["detail"].endswith(f"5 problems to train on, {passes:.1f} times in 7 steps; 5 held out")
     invoke("init", *INIT)
     done = invoke("doctor", "--json", "--run", "run.yaml", "reward.verifier=last_wrod", code=1)
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
