@@ -21,13 +21,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_771,
-    "tests, lines": 39_215,
-    "docs and docstrings, words": 109_806,
-    "public classes and functions": 809,
-    "modules": 262,
-    "modules below 60 lines": 40,
-    "largest folder, files": 18,
+    "package, lines": 48_904,
+    "tests, lines": 39_394,
+    "docs and docstrings, words": 109_990,
+    "public classes and functions": 812,
+    "modules": 264,
+    "modules below 60 lines": 41,
+    "largest folder, files": 19,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,

@@ -130,7 +130,7 @@ Sources = str | tuple[SourceConfig, ...]
 
 class DataConfig(_PromptsConfig):
     train: Sources = "builtin:addition"
-    """Training problems: ``builtin:NAME``, file, folder, or list of sources (docs/guides/data.md)."""
+    """Training problems: ``builtin:NAME``, file, folder, ``hub:ORGANISATION/NAME``, or sources (docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
     """Problems for evaluation only, unweighted. null: none, the default for a custom ``train``."""

@@ -273,7 +273,9 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = "builtin:tiny"
-    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is this package's."""
+    """Hugging Face folder with config.json, safetensors and tokenizer; ``hub:ORGANISATION/NAME``, downloaded at the start;
+    ``builtin:tiny`` is this package's.
+    """
 
     shards: Path | None = None
     """``tepo import`` writes this folder from ``path``."""

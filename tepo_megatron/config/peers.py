@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -84,6 +86,9 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     except TypeError as error:
         raise ValueError(f"a key that must be a number is not ({error}); correct the file") from error
     result |= {field: value for field, value in made.items() if value is not None}
+    for field in ("model.path", "data.train", "data.heldout"):
+        if _ON_THE_HUB.fullmatch(path := str(result.get(field))) and not Path(path).exists():
+            result[field] = f"hub:{path}"
     if "data.heldout" not in result:
         left += ["nothing is evaluated: give data.heldout and evaluate.every"] if result.get("evaluate.every") else []
         result["evaluate.every"] = 0
@@ -288,6 +293,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
 
 
 _ACTOR = "actor_rollout_ref.actor."
+_ON_THE_HUB = re.compile(r"(?!(?:models|data|checkpoints|out)/|.*\.(?:jsonl?|csv|parquet)$)[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:

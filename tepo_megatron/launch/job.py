@@ -12,6 +12,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
+from tepo_megatron.runtime.hub import HUB
 
 _JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
@@ -57,6 +58,11 @@ def on_nodes(config: RunConfig) -> RunConfig:
 def _absolute(field: str, path: str, config: RunConfig) -> str:
     if path.startswith((BUILTIN, "/")):
         return path
+    if path.startswith(HUB):
+        raise ValueError(
+            f"{field} = {path}: the nodes of a job download nothing; run 'hf download {path.removeprefix(HUB)} --local-dir "
+            "FOLDER' on a disk that all of them see, and name the folder"
+        )
     if config.cluster.ssh is not None:
         raise ValueError(
             f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
+from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, model_spec, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages_of
@@ -67,7 +68,9 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
     if source.startswith("builtin:"):
         folder = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
     elif not folder.is_dir():
-        name = PurePath(source).name
+        name = PurePath(source.partition("@")[0]).name
+        if name not in KNOWN_MODELS and source.startswith(HUB):
+            return read_model_spec(hub_folder(source, "model", files=("config.json",))), None
         if name not in KNOWN_MODELS:
             raise ValueError(
                 f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "

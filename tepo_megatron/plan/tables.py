@@ -17,6 +17,7 @@ from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.plan import Plan
 from tepo_megatron.plan.memory import GIB
 from tepo_megatron.plan.time import Lengths, ServerMemory, SyncTraffic
+from tepo_megatron.runtime.hub import HUB
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
@@ -53,7 +54,7 @@ def _unset(config: RunConfig) -> Iterator[str]:
             yield "cluster.container, or cluster.python: whatever 'python' is on the nodes"
     paths = [("model.path", config.model.path), *(("data.train", source.path) for source in data.train_sources)]
     for name, path in [*paths, *(("data.heldout", source.path) for source in data.heldout_sources)]:
-        if cluster.ssh is None and not path.startswith(BUILTIN) and not Path(path).expanduser().exists():
+        if cluster.ssh is None and not path.startswith((BUILTIN, HUB)) and not Path(path).expanduser().exists():
             yield f"{name}: {path} is not on this machine; every node must see it"
 
 

@@ -21,6 +21,7 @@ from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, loa
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
+from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.torchrun import run_ranks
@@ -270,11 +271,21 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder, resumes
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
+    if not rank.under_torchrun():
+        _download(config)
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun restarts ranks with --max-restarts
     if rank.speaks_first() and not is_restart:
         prepare_folder(config, overwrite=overwrite)
     if not rank.under_torchrun() and config.train.resume and resumes(config):
         find_checkpoint(config, resolve_model_path(config.model.path))
+
+
+def _download(config: RunConfig) -> None:
+    problems = [] if config.rollout.replay is not None else [*config.data.paths.values(), *config.evaluate.paths.values()]
+    if config.model.path.startswith(HUB):
+        hub_folder(config.model.path, "model")
+    for path in (path for path in problems if path.startswith(HUB)):
+        hub_folder(path, "dataset")
 
 
 def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:

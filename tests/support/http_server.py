@@ -19,8 +19,8 @@ class QuietServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-Answer = Callable[[str, Any, bytes], tuple[int, bytes]]
-"""Path, headers and body of a request → status and body."""
+Answer = Callable[[str, Any, bytes], tuple[int, bytes] | tuple[int, bytes, Mapping[str, str]]]
+"""Path, headers and body of a request → status, body and headers."""
 
 
 @contextmanager
@@ -29,14 +29,14 @@ def http_server(answer: Answer, headers: Mapping[str, str] | None = None) -> Ite
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            status, body = answer(self.path, self.headers, self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+            status, body, *own = answer(self.path, self.headers, self.rfile.read(int(self.headers.get("Content-Length") or 0)))
             self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            for name, value in {"Content-Length": str(len(body)), **(headers or {}), **(own[0] if own else {})}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 
-        do_GET = do_POST = do_PUT = _answer
+        do_GET = do_POST = do_PUT = do_HEAD = _answer
 
         def log_message(self, *_: object) -> None: ...
 

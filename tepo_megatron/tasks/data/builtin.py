@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.runtime.user_code import unknown
 from tepo_megatron.weights.storage.manifest import read_weight_map
@@ -12,12 +13,17 @@ _BUILTIN = "builtin:"
 
 
 def resolve_model_path(source: str) -> Path:
-    """Takes a folder or ``builtin:NAME``. Raises ValueError with all faults."""
-    folder = _builtin_folder(source.removeprefix(_BUILTIN)) if source.startswith(_BUILTIN) else Path(source).expanduser()
+    """Takes a folder, ``hub:ORGANISATION/NAME`` or ``builtin:NAME``. Raises ValueError with all faults."""
+    if source.startswith(HUB):
+        folder = hub_folder(source, "model")
+    elif source.startswith(_BUILTIN):
+        folder = _builtin_folder(source.removeprefix(_BUILTIN))
+    else:
+        folder = Path(source).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"the model folder {source} does not exist; give a Hugging Face folder on this machine "
-            "(hf download NAME --local-dir FOLDER makes one), or builtin:tiny"
+            f"the model folder {source} does not exist; give a Hugging Face folder on this machine, hub:ORGANISATION/NAME, "
+            "which is downloaded, or builtin:tiny"
         )
     if wrong := list(_faults(folder)):
         raise ValueError(f"the model folder {source} cannot be used: {'; '.join(wrong)}")

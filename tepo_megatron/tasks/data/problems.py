@@ -10,6 +10,7 @@ from typing import Any
 
 from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.runtime.user_code import unknown
 from tepo_megatron.tasks.data.rows import DataFiles, DataRow
@@ -80,10 +81,13 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
             columns = {"id": problem.id, "prompt": problem.prompt, "answer": problem.answer, **problem.metadata}
             yield DataRow(config.path, problem.id, columns)
         return
-    path = Path(config.path).expanduser()
+    from_hub = config.path.startswith(HUB)
+    path = hub_folder(config.path, "dataset") if from_hub else Path(config.path).expanduser()
     if not path.exists():
-        hint = f"; did you mean {BUILTIN}{path}?" if str(path) in _BUILTIN_TASKS else ""
-        raise ValueError(f"the data file {path} does not exist{hint}")
+        near = (
+            f"; did you mean {BUILTIN}{path}?" if str(path) in _BUILTIN_TASKS else ", and hub:ORGANISATION/NAME is downloaded"
+        )
+        raise ValueError(f"the data file {path} does not exist{near}")
     yield from DataFiles.find(path, config.split).rows()
 
 

@@ -26,6 +26,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "objective.mismatch.cap": 3.0,
         "model.lora.rank": 32,
         "objective.kl": None,
+        "model.path": "hub:Qwen/Qwen2.5-7B",
+        "data.train": "hub:trl-lib/DeepMath-103K",
     },
     "verl": {
         "train.minibatches": 4,
@@ -36,6 +38,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "objective.kl.estimator": "k3",
         "engine.parallel.tp": 2,
         "data.heldout": "data/gsm8k/test.parquet",
+        "model.path": "models/Qwen2.5-7B",
         "rollout.server.count": 4,
     },
     "nemo-rl": {

@@ -1,0 +1,50 @@
+"""Folders of the Hugging Face hub: ``hub:ORGANISATION/NAME``, with ``@REVISION`` for another than main."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+HUB = "hub:"
+_FILES = {
+    "model": ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"),
+    "dataset": ("*.jsonl", "*.json", "*.parquet", "*.csv"),
+}
+
+
+def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequence[str] = ()) -> Path:
+    """Downloads ``files`` (default: all that are used) that the hub's cache lacks; a rank takes what its launcher has
+    downloaded. Raises ValueError.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise ValueError(f"{source!r} names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME, or a folder's path")
+    in_rank = "RANK" in os.environ
+    command = f"hf download {name}{' --repo-type dataset' * (kind == 'dataset')}"
+    try:
+        folder = snapshot_download(
+            name,
+            repo_type=kind,
+            revision=revision or None,
+            allow_patterns=list(files or _FILES[kind]),
+            local_files_only=in_rank,
+        )
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{source} is gated: accept its terms on the hub, and log in with 'hf auth login', or set HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        why = "a rank downloads nothing" if in_rank else "the hub cannot be reached from here"
+        raise ValueError(
+            f"{source} is not in this machine's cache, and {why}; run '{command} --local-dir FOLDER' where the hub is, and "
+            "name that folder"
+        ) from error
+    except Exception as error:  # those of the hub, of its HTTP library, and of the disk
+        raise ValueError(f"{source} cannot be downloaded from the Hugging Face hub: {str(error).splitlines()[0]}") from error
+    return Path(folder)

@@ -1,0 +1,145 @@
+"""Models and data by their name on the hub: a server on this machine answers as the hub does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from tepo_megatron.config.data import SourceConfig
+from tepo_megatron.runtime.hub import hub_folder
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tools.faults.workshop import make_rollouts
+from tests.support.cli import invoke
+from tests.support.data_files import write_jsonl
+from tests.support.http_server import Answer, http_server
+
+COMMIT = "a" * 40
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def blob(data: bytes) -> str:
+    return sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def answering(repositories: dict[str, Path], asked: list[str]) -> Answer:
+    """``repositories``: such as ``models/me/mine`` → its folder."""
+
+    def answer(path: str, _headers: Any, _body: bytes) -> tuple[int, bytes, dict[str, str]]:
+        asked.append(path)
+        for name, folder in repositories.items():
+            files = {file.name: file.read_bytes() for file in folder.iterdir()}
+            if path.startswith(f"/api/{name}/revision/main"):
+                siblings = [{"rfilename": file} for file in files]
+                return 200, json.dumps({"id": name.partition("/")[2], "sha": COMMIT, "siblings": siblings}).encode(), {}
+            if path.startswith(f"/api/{name}/tree/{COMMIT}"):
+                entries = [{"type": "file", "path": file, "size": len(data), "oid": blob(data)} for file, data in files.items()]
+                return 200, json.dumps(entries).encode(), {}
+            place = f"/{name.removeprefix('models/')}/resolve/{COMMIT}/"
+            if path.startswith(place) and path.removeprefix(place) in files:
+                data = files[path.removeprefix(place)]
+                return 200, data, {"X-Repo-Commit": COMMIT, "ETag": f'"{blob(data)}"'}
+        return 401, b"{}", {}  # as the hub answers about what it does not have
+
+    return answer
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What was asked of it. It has the model me/tiny and the data me/sums."""
+    (tmp_path / "sums").mkdir()
+    write_jsonl(tmp_path / "sums" / "train.jsonl", [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(9)])
+    asked: list[str] = []
+    repositories = {"models/me/tiny": resolve_model_path("builtin:tiny"), "datasets/me/sums": tmp_path / "sums"}
+    with http_server(answering(repositories, asked)) as address:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        yield asked
+
+
+def test_a_model_and_its_problems_are_downloaded_once(hub: list[str]) -> None:
+    folder = resolve_model_path("hub:me/tiny")
+    local = resolve_model_path("builtin:tiny")
+    used = {file.name for file in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.model"} <= used <= {file.name for file in local.iterdir()}
+    assert all((folder / name).read_bytes() == (local / name).read_bytes() for name in used)
+    assert [problem.answer for problem in load_problems(SourceConfig(path="hub:me/sums"))] == [str(n + 1) for n in range(9)]
+    hub.clear()
+    assert resolve_model_path("hub:me/tiny") == folder
+    assert not [path for path in hub if "/resolve/" in path]
+
+
+def test_a_rank_takes_what_was_downloaded_and_asks_for_nothing(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hub_folder("hub:me/tiny", "model")
+    hub.clear()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert hub_folder("hub:me/tiny", "model") == folder
+    with pytest.raises(
+        ValueError, match=r"hub:me/sums is not in this machine's cache.* 'hf download me/sums --repo-type dataset"
+    ):
+        hub_folder("hub:me/sums", "dataset")
+    assert hub == []
+
+
+def test_a_plan_downloads_the_shape_alone(hub: list[str]) -> None:
+    invoke("plan", EXAMPLES / "tiny/run.yaml", "model.path=hub:me/tiny")
+    assert {path.rpartition("/")[2] for path in hub if "/resolve/" in path} == {"config.json"}
+    hub.clear()
+    done = invoke("plan", EXAMPLES / "qwen2.5-7b/run.yaml", "model.path=hub:Qwen/Qwen2.5-7B")
+    assert "shapes are those published for Qwen2.5-7B" in " ".join(done.stdout.split())
+    assert hub == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("hub:nobody/nothing", "hub:nobody/nothing cannot be downloaded from the Hugging Face hub: "),
+        ("hub:../../etc", "names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME"),
+    ],
+)
+def test_what_the_hub_lacks_is_said_in_a_sentence(path: str, said: str, hub: list[str]) -> None:
+    done = invoke("doctor", "--json", f"model.path={path}", code=1)
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_job_of_several_nodes_is_refused() -> None:
+    done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", "model.path=hub:a/b", code=1)
+    assert "the nodes of a job download nothing; run 'hf download a/b --local-dir FOLDER'" in " ".join(done.stderr.split())
+
+
+def train(out: Path, rollouts: Path, hub: str) -> subprocess.CompletedProcess[str]:
+    settings = ["model.path=hub:me/tiny", "evaluate.every=0", "train.steps=1", f"output={out}", f"rollout.replay={rollouts}"]
+    settings += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=24"]
+    settings += ["log.tensorboard=false", "log.curves=false"]
+    command = [sys.executable, "-m", "tepo_megatron", "train", *settings]
+    environment = {**os.environ, "HF_HUB_CACHE": str(out.with_name("empty")), "HF_ENDPOINT": hub}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hub")
+def test_a_run_trains_a_model_of_the_hub_and_without_the_hub_nothing_is_written(tmp_path: Path) -> None:
+    rollouts = make_rollouts(tmp_path / "rollouts", 1)
+    done = train(tmp_path / "out", rollouts, "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "hub:me/tiny is not in this machine's cache, and the hub cannot be reached from here" in " ".join(
+        done.stderr.split()
+    )
+    assert not (tmp_path / "out").exists()
+    done = train(tmp_path / "out", rollouts, constants.ENDPOINT)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/model/model.safetensors").exists()
