@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_904,
-    "tests, lines": 39_394,
-    "docs and docstrings, words": 109_990,
+    "package, lines": 48_909,
+    "tests, lines": 39_396,
+    "docs and docstrings, words": 109_991,
     "public classes and functions": 812,
     "modules": 264,
     "modules below 60 lines": 41,

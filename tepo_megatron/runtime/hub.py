@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from tepo_megatron.errors import describe
+
 HUB = "hub:"
 _FILES = {
     "model": ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"),
     "dataset": ("*.jsonl", "*.json", "*.parquet", "*.csv"),
 }
+_OTHER_FORMATS = ["*/*", "consolidated*"]
 
 
 def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequence[str] = ()) -> Path:
@@ -33,6 +36,7 @@ def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequenc
             repo_type=kind,
             revision=revision or None,
             allow_patterns=list(files or _FILES[kind]),
+            ignore_patterns=_OTHER_FORMATS if kind == "model" else None,
             local_files_only=in_rank,
         )
     except GatedRepoError as error:
@@ -46,5 +50,6 @@ def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequenc
             "name that folder"
         ) from error
     except Exception as error:  # those of the hub, of its HTTP library, and of the disk
-        raise ValueError(f"{source} cannot be downloaded from the Hugging Face hub: {str(error).splitlines()[0]}") from error
+        said = " ".join(describe(error).split())[:300]
+        raise ValueError(f"{source} cannot be downloaded from the Hugging Face hub: {said}") from error
     return Path(folder)

@@ -24,6 +24,7 @@ from tests.support.data_files import write_jsonl
 from tests.support.http_server import Answer, http_server
 
 COMMIT = "a" * 40
+UNUSED = ("consolidated.safetensors", "onnx/model.safetensors", "training_args.bin")
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -43,7 +44,8 @@ def answering(repositories: dict[str, Path], asked: list[str]) -> Answer:
                 return 200, json.dumps({"id": name.partition("/")[2], "sha": COMMIT, "siblings": siblings}).encode(), {}
             if path.startswith(f"/api/{name}/tree/{COMMIT}"):
                 entries = [{"type": "file", "path": file, "size": len(data), "oid": blob(data)} for file, data in files.items()]
-                return 200, json.dumps(entries).encode(), {}
+                more = [{"type": "file", "path": path, "size": 9, "oid": blob(b"")} for path in UNUSED if "models" in name]
+                return 200, json.dumps([*entries, *more]).encode(), {}
             place = f"/{name.removeprefix('models/')}/resolve/{COMMIT}/"
             if path.startswith(place) and path.removeprefix(place) in files:
                 data = files[path.removeprefix(place)]
