@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_909,
-    "tests, lines": 39_396,
+    "package, lines": 48_917,
+    "tests, lines": 39_407,
     "docs and docstrings, words": 109_991,
     "public classes and functions": 812,
     "modules": 264,

@@ -38,6 +38,7 @@ ALLOWED = {
     ): "is exchanged for one that sends JSON, for Megatron",
     ("tepo_megatron/tools/results.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/tools/faults/processes.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/faults/workshop.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tasks/reward/run_tests.py", "exec"): _PROGRAMS,
     ("tepo_megatron/tasks/reward/run_tests.py", "compile"): _PROGRAMS,
 }

@@ -265,9 +265,10 @@ def _measure(
         "mismatch/kl": over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
         "ess": over(mask_T, effective_samples.expand_as(ratio_T)),
     }
-    for name, clipped_T in (("clip/low", gain.clipped_low_T), ("clip/high", gain.clipped_high_T)):
-        if clipped_T is not None:
-            metrics[name] = over(mask_T, clipped_T.to(ratio_T.dtype))
+    if gain.clipped_low_T is not None:
+        metrics["clip/low"] = over(mask_T, gain.clipped_low_T.to(ratio_T.dtype))
+    if gain.clipped_high_T is not None:
+        metrics["clip/high"] = over(mask_T, gain.clipped_high_T.to(ratio_T.dtype))
     if values.entropy_change_T is not None:
         metrics["entropy/delta"] = over(mask_T, values.entropy_change_T)
         metrics["entropy/delta_masked"] = over(masked_T, values.entropy_change_T)
@@ -296,10 +297,17 @@ def _measure_clip(
         clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
         pushed_T = mask_T & (values.advantage_T != 0)
         quarter_T = torch.bucketize(lengths_S.double(), context.length_quartiles)[index_T]
-        parts = {"": pushed_T, **{f"_q{number + 1}": pushed_T & (quarter_T == number) for number in range(4)}}
+
+        def share(where_T: Tensor) -> tuple[Tensor, Tensor]:
+            return (clipped_T & where_T).sum().double(), where_T.sum().double()
+
+        quarters = [share(pushed_T & (quarter_T == number)) for number in range(4)]
         metrics |= {
-            f"clip/share{name}": ((clipped_T & where_T).sum().double(), where_T.sum().double())
-            for name, where_T in parts.items()
+            "clip/share": share(pushed_T),
+            "clip/share_q1": quarters[0],
+            "clip/share_q2": quarters[1],
+            "clip/share_q3": quarters[2],
+            "clip/share_q4": quarters[3],
         }
     if isinstance(config.trust_region, Clip) and config.trust_region.is_auto:
         tokens = mask_T.sum().double()

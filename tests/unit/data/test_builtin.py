@@ -138,7 +138,7 @@ def test_all_faults_of_a_folder_are_named(folder: Path, change: Callable[[Path],
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"org/model-8b does not exist; .*hf download"):
+    with pytest.raises(ValueError, match=r"org/model-8b does not exist; .*hub:ORGANISATION/NAME"):
         resolve_model_path("org/model-8b")
     with pytest.raises(ValueError, match=r"no config\.json; it has no weights .*; it has no tokenizer"):
         resolve_model_path(str(tmp_path))

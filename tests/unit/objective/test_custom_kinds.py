@@ -55,9 +55,14 @@ def test_a_kind_of_ones_own_computes_what_the_packages_does(slot, rows, seed):
 @settings(max_examples=15)
 @given(rows=masks(), seed=st.integers(0, 99), spread=st.sampled_from([1e-3, 0.3, 1.5]))
 def test_the_examples_are_the_presets(preset, rows, seed, spread):
+    """Without the clip's metrics, which an own region without marks has not measured."""
     batch, scores = make_batch(rows, seed=seed, spread=spread)
-    mine = build_objective(ObjectiveConfig(preset=str(EXAMPLE / f"my_{preset}.yaml")))
-    assert_same(whole(mine, batch, scores), whole(build_objective(ObjectiveConfig(preset=preset)), batch, scores), rtol=1e-12)
+    own, builtin = (
+        whole(build_objective(ObjectiveConfig(preset=name)), batch, scores)
+        for name in (str(EXAMPLE / f"my_{preset}.yaml"), preset)
+    )
+    metrics = {name: value for name, value in builtin.metrics.items() if name in own.metrics or not name.startswith("clip/")}
+    assert_same(own, builtin._replace(metrics=metrics), rtol=1e-12)
 
 
 def write(folder: Path, name: str, text: str) -> Path:

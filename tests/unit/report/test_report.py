@@ -10,6 +10,9 @@ import math
 import os
 import re
 import socket
+import threading
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -361,8 +364,10 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     states, seen = iter([True, True, False]), []
     monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], next(states)))
 
-    def sleep(seconds: int) -> None:
-        if not folder.exists():  # the command is there before the run
+    def sleep(seconds: int, really: Callable[[float], None] = time.sleep) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            really(seconds)
+        elif not folder.exists():  # the command is there before the run
             write_run(folder, steps=2)
         else:
             seen.append((seconds, data(page, "figures")["refresh"]))
