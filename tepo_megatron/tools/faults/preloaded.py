@@ -5,7 +5,8 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's, of what is not installed here
-    for _name in ("tepo_megatron.cli.train", "tepo_megatron.run.training", "tepo_megatron.trainer.megatron.engine"):
-        importlib.import_module(_name)
-    for _name in ("torch._dynamo", "torch.onnx"):  # at the first optimizer step
+    for _name in (
+        *("tepo_megatron.cli.train", "tepo_megatron.run.training", "tepo_megatron.trainer.megatron.engine"),
+        *("torch._dynamo", "torch.onnx"),  # at the first optimizer step
+    ):
         importlib.import_module(_name)

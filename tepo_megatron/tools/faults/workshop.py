@@ -1,6 +1,6 @@
 """What classes of faults share: tiny runs, outcomes and their record.
 
-A live run trains on two-digit sums, with a server; a replayed run takes ten seconds on one rank.
+A live run trains on two-digit sums, with a server; a replayed run takes two seconds on one rank.
 """
 
 from __future__ import annotations

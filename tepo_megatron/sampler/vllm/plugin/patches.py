@@ -57,12 +57,16 @@ def _signature(secret: bytes, data: bytes) -> bytes:
     return hmac.digest(secret, data, "sha256")
 
 
-def mend_expansion() -> None:
-    """vLLM 0.32 divides logits by uninitialised memory on CPUs; ``test_speculative.py`` fails when it no longer does."""
+def _patches_apply() -> bool:
     import vllm
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and in_range(vllm.__version__, VLLM_RANGE):
+    return current_platform.is_cpu() and in_range(vllm.__version__, VLLM_RANGE)
+
+
+def mend_expansion() -> None:
+    """vLLM 0.32 divides logits by uninitialised memory on CPUs; ``test_speculative.py`` fails when it no longer does."""
+    if _patches_apply():
         from vllm.v1.sample import rejection_sampler
 
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
@@ -82,11 +86,9 @@ _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 def fork_processes() -> None:
     """Call it before vLLM makes its config; affects CPUs only."""
-    import vllm
     from vllm import envs
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or not in_range(vllm.__version__, VLLM_RANGE):
+    if not _patches_apply():
         return
     # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
     envs.environment_variables[_METHOD] = lambda: "fork"
@@ -95,11 +97,9 @@ def fork_processes() -> None:
 
 def rest_while_waiting() -> None:
     """Affects CPUs only, where vLLM's workers spin for a second after each message, and take cores from trainer and engine."""
-    import vllm
     from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and in_range(vllm.__version__, VLLM_RANGE):
+    if _patches_apply():
         shm_broadcast.sched_yield = partial(time.sleep, 1e-4)
 
 
