@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_917,
-    "tests, lines": 39_407,
+    "package, lines": 48_925,
+    "tests, lines": 39_419,
     "docs and docstrings, words": 109_991,
-    "public classes and functions": 812,
+    "public classes and functions": 813,
     "modules": 264,
     "modules below 60 lines": 41,
     "largest folder, files": 19,

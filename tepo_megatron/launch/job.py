@@ -12,7 +12,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
-from tepo_megatron.runtime.hub import HUB
+from tepo_megatron.runtime.hub import HUB, download_command
 
 _JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
@@ -59,9 +59,10 @@ def _absolute(field: str, path: str, config: RunConfig) -> str:
     if path.startswith((BUILTIN, "/")):
         return path
     if path.startswith(HUB):
+        command = download_command(path, "model" if field == "model.path" else "dataset")
         raise ValueError(
-            f"{field} = {path}: the nodes of a job download nothing; run 'hf download {path.removeprefix(HUB)} --local-dir "
-            "FOLDER' on a disk that all of them see, and name the folder"
+            f"{field} = {path}: the nodes of a job download nothing; run '{command}' on a disk that all of them see, and name "
+            "the folder"
         )
     if config.cluster.ssh is not None:
         raise ValueError(

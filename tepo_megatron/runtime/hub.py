@@ -16,9 +16,16 @@ _FILES = {
     "dataset": ("*.jsonl", "*.json", "*.parquet", "*.csv"),
 }
 _OTHER_FORMATS = ["*/*", "consolidated*"]
+_Kind = Literal["model", "dataset"]
 
 
-def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequence[str] = ()) -> Path:
+def download_command(source: str, kind: _Kind) -> str:
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    options = " --repo-type dataset" * (kind == "dataset") + f" --revision {revision}" * bool(revision)
+    return f"hf download {name}{options} --local-dir FOLDER"
+
+
+def hub_folder(source: str, kind: _Kind, *, files: Sequence[str] = ()) -> Path:
     """Downloads ``files`` (default: all that are used) that the hub's cache lacks; a rank takes what its launcher has
     downloaded. Raises ValueError.
     """
@@ -29,7 +36,6 @@ def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequenc
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise ValueError(f"{source!r} names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME, or a folder's path")
     in_rank = "RANK" in os.environ
-    command = f"hf download {name}{' --repo-type dataset' * (kind == 'dataset')}"
     try:
         folder = snapshot_download(
             name,
@@ -46,8 +52,8 @@ def hub_folder(source: str, kind: Literal["model", "dataset"], *, files: Sequenc
     except LocalEntryNotFoundError as error:
         why = "a rank downloads nothing" if in_rank else "the hub cannot be reached from here"
         raise ValueError(
-            f"{source} is not in this machine's cache, and {why}; run '{command} --local-dir FOLDER' where the hub is, and "
-            "name that folder"
+            f"{source} is not in this machine's cache, and {why}; run '{download_command(source, kind)}' where the hub is, "
+            "and name that folder"
         ) from error
     except Exception as error:  # those of the hub, of its HTTP library, and of the disk
         said = " ".join(describe(error).split())[:300]

@@ -118,6 +118,18 @@ def test_what_the_hub_lacks_is_said_in_a_sentence(path: str, said: str, hub: lis
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "command"),
+    [
+        ("model.path=hub:a/b@c", "hf download a/b --revision c --local-dir FOLDER"),
+        ("data.train=hub:a/b", "hf download a/b --repo-type dataset --local-dir FOLDER"),
+    ],
+)
+def test_a_refused_job_says_what_to_run(setting: str, command: str) -> None:
+    done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", setting, code=1)
+    assert f"run '{command}'" in " ".join(done.stderr.split())
+
+
 def test_a_job_of_several_nodes_is_refused() -> None:
     done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", "model.path=hub:a/b", code=1)
     assert "the nodes of a job download nothing; run 'hf download a/b --local-dir FOLDER'" in " ".join(done.stderr.split())
