@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -268,8 +267,7 @@ def replay_command(folder: Path, rollouts: Path, steps: int, *overrides: str, re
 def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> RunEnd:
     """Runs the rank without a launcher, in a fork with all modules: both would cost seconds of a core."""
     (folder / "log.txt").unlink(missing_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the rank takes any free one
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **store}
     command = replay_command(folder, rollouts, steps, *overrides, resume=resume)
     forks = multiprocessing.get_context("forkserver")
