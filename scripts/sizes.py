@@ -21,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 48_925,
-    "tests, lines": 39_419,
+    "package, lines": 49_063,
+    "tests, lines": 39_562,
     "docs and docstrings, words": 109_991,
-    "public classes and functions": 813,
-    "modules": 264,
+    "public classes and functions": 820,
+    "modules": 265,
     "modules below 60 lines": 41,
     "largest folder, files": 19,
     "entries at the top of the package": 14,

@@ -184,7 +184,7 @@ def _init(
         new.ask_template(chat_template)
         new.ask_verifier(verifier)
         new.ask_machines(gpus, nodes)
-        text = new.text(output)
+        text = new.text(file, output)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     launch = "tepo launch" if new.nodes > 1 else "tepo train"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import typer
 
 from tepo_megatron.config import DataConfig, RunConfig
+from tepo_megatron.config.paths import beside
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.shapes import model_parameters
@@ -153,8 +154,10 @@ class NewRun:
         if self._gpus:
             self.nodes = _ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1")
 
-    def text(self, output: Path | None) -> str:
-        """Raises ValueError for too long a prompt, GPUs without a simple layout, and a run that the model forbids."""
+    def text(self, file: Path, output: Path | None) -> str:
+        """``file`` is where it will be. Raises ValueError for too long a prompt, GPUs without a simple layout, and a run that
+        the model forbids.
+        """
         spec = read_model_spec(self._folder)
         self._tokenizer.check_model()
         longest = max(len(encode_prompt(self._tokenizer, problem)) for problem in [*self._train, *self._heldout])
@@ -184,7 +187,7 @@ class NewRun:
         }
         run = _first_that_fits(run, self._gpus, self.nodes) if self._gpus else run
         check_model(RunConfig.model_validate(run), machine=False)
-        return _as_yaml(run)
+        return _as_yaml(beside(run, file.parent))
 
     def _load(self) -> None:
         data = DataConfig.model_validate(self._data)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, find_preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.paths import FilePaths, absolute
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.config.schema import describe, schema_rows, show, with_plugins
 
@@ -37,19 +39,38 @@ class ConfigError(ValueError):
 def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True) -> RunConfig:
     """Reads a run's YAML (``None``: only defaults), applies overrides, and checks the whole.
 
-    ``base: other.yaml`` in a file names the file below it, relative to it. Overrides are ``a.b=value`` in YAML; the last one of
-    a path counts. ``${a.b}`` takes the value of another field, also a default. ``trains`` false: for an evaluation alone, whose
+    ``base: other.yaml`` in a file names the file below it. Paths in a file are relative to it, those of overrides to the
+    current folder; with ``cluster.ssh`` all stay as written. Overrides are ``a.b=value`` in YAML; the last one of a field
+    counts. ``${a.b}`` takes the value of another field, also a default. ``trains`` false: for an evaluation alone, whose
     samples may be drawn in ways that a trainer cannot score.
 
     Raises:
         ConfigError: lists all problems found at once.
     """
-    source = "overrides" if path is None else str(path)
+    if path is None:
+        return _load("overrides", [], overrides, trains)
+    return _load(str(path), _read(Path(path)), overrides, trains)
+
+
+def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """As :func:`load_run`, over a run that is there."""
+    content = _escape(_diff(config, RunConfig()))
+    return _load("settings", [(Path("run.yaml"), content)], overrides, trains=True)
+
+
+_Files = list[tuple[Path, dict[str, Any]]]  # with their content, bases first
+
+
+def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) -> RunConfig:
     problems: list[str] = []
     values: Any = None
+    paths = FilePaths()
     try:
-        raw = {} if path is None else _read(Path(path))
-        chosen = merge_sections(raw, _parse_overrides(overrides, problems))
+        settings = _parse_overrides(overrides, problems)
+        chosen = _merged([*(content for _, content in files), settings])
+        cluster = chosen.get("cluster")
+        if not (isinstance(cluster, Mapping) and cluster.get("ssh")):
+            chosen = _merged([*(paths.of_file(content, file) for file, content in files), settings])
         merged = OmegaConf.create(merge_sections(RunConfig().model_dump(mode="json"), chosen))
         values = _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), chosen)
         config = RunConfig.model_validate(values, context={"trains": trains})
@@ -60,9 +81,14 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: 
             raise ConfigError(source, [*problems, *describe(error)]) from error
     with with_plugins(config.objective.plugins):
         problems += _wrong_permissions(config.train.allow_change)
+    problems += paths.misplaced(config, files[-1][0]) if files else []
     if problems:
         raise ConfigError(source, problems)
     return config
+
+
+def _merged(sections: list[dict[str, Any]]) -> dict[str, Any]:
+    return reduce(merge_sections, sections)
 
 
 def load_objective(preset: str) -> ObjectiveConfig:
@@ -103,17 +129,17 @@ def _wrong_permissions(entries: Sequence[str]) -> list[str]:
 
 
 def dump_resolved(config: Section) -> str:
-    """YAML of every field; ``load_run`` reads it back equal."""
-    return _to_yaml(config.model_dump(mode="json"))
+    """YAML of every field, with absolute paths: ``load_run`` reads the same run from anywhere."""
+    return _to_yaml(absolute(config).model_dump(mode="json"))
 
 
 def dump_diff(config: RunConfig) -> str:
-    """As :func:`dump_resolved`, of what differs from the defaults."""
+    """Of what differs from the defaults, with paths as they are: for a file in the current folder."""
     differing = _diff(config, RunConfig())
     return _to_yaml(differing) if differing else ""
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...] = ()) -> _Files:
     """``above``: the files that named this one. ``${…}`` stays unresolved."""
     if path.resolve() in above:
         raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
@@ -143,10 +169,10 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         objective |= {name: beside(path, objective[name]) for name in ("preset", "plugins") if name in objective}
     base = content.pop("base", None)
     if base is None:
-        return content
+        return [(path, content)]
     if not isinstance(base, str) or "\0" in base or "${" in base:
         raise ConfigError(str(path), [f"base: got {show(base)}; allowed: the path of one YAML file"])
-    return merge_sections(_read(path.parent / base, (*above, path.resolve())), content)
+    return [*_read(path.parent / base, (*above, path.resolve())), (path, content)]
 
 
 def _parse(parser: Callable[[], DictConfig | ListConfig]) -> Any:
@@ -193,6 +219,23 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> dict[str,
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             problems.append(f"override {show(override)}: {describe(error)[0]}")
     return parsed
+
+
+def settings_of_file(settings: Sequence[str], file: Path) -> tuple[str, ...]:
+    """Overrides ``a.b=value`` that stand in a file: their paths become those of a command line."""
+    return tuple(_of_file(setting, file) for setting in settings)
+
+
+def _of_file(setting: str, file: Path) -> str:
+    problems: list[str] = []
+    content = _parse_overrides([setting], problems)
+    changed: Any = FilePaths().of_file(content, file)
+    if problems or changed == content:
+        return setting
+    key = setting.partition("=")[0]
+    for name in key.split("."):
+        changed = changed[name]
+    return f"{key}={json.dumps(changed, ensure_ascii=False)}"
 
 
 def _select(values: Any, shape: Any) -> Any:

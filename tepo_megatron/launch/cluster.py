@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.launch.job import BUILTIN, Job
+from tepo_megatron.launch.job import Job
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel

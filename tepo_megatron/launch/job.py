@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.data import BUILTIN
+from tepo_megatron.config.paths import absolute, is_relative, with_paths
 from tepo_megatron.runtime.hub import HUB, download_command
 
 _JOB_END_S = 30  # from the trainer's end to Slurm's limit
-
-BUILTIN = "builtin:"
-
-_PATHS = re.compile(r"model\.path|data\.(train|heldout)(\[\d+\]\.path)?|evaluate\.sets\.[^.]+\.path")
-_CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
-
-_NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
-
-_ValueChange = Callable[[str, Any], Any]  # (field such as data.train[1].verifier, value) → new value
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,8 @@ def on_nodes(config: RunConfig) -> RunConfig:
 
     Raises ValueError for a relative path through ssh, and a space in the output's path.
     """
-    config = _with_absolute_paths(config)
+    _check_reachable(config)
+    config = absolute(config)
     output = config.output
     if len(str(output).split()) != 1:
         raise ValueError(
@@ -55,48 +45,22 @@ def on_nodes(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
 
-def _absolute(field: str, path: str, config: RunConfig) -> str:
-    if path.startswith((BUILTIN, "/")):
+def _check_reachable(config: RunConfig) -> None:
+    def check(field: str, path: str) -> str:
+        if path.startswith(HUB):
+            command = download_command(path, "model" if field == "model.path" else "dataset")
+            raise ValueError(
+                f"{field} = {path}: the nodes of a job download nothing; run '{command}' on a disk that all of them see, and "
+                "name the folder"
+            )
+        elsewhere = config.cluster.ssh is not None and field != "cluster.ssh_identity"
+        if elsewhere and (is_relative(path) or path.startswith("~")):
+            raise ValueError(
+                f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"
+            )
         return path
-    if path.startswith(HUB):
-        command = download_command(path, "model" if field == "model.path" else "dataset")
-        raise ValueError(
-            f"{field} = {path}: the nodes of a job download nothing; run '{command}' on a disk that all of them see, and name "
-            "the folder"
-        )
-    if config.cluster.ssh is not None:
-        raise ValueError(
-            f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"
-        )
-    return str(Path(path).expanduser().absolute())
 
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    def change(field: str, value: Any) -> Any:
-        if isinstance(value, Path):
-            return Path(_absolute(field, str(value), config))
-        if isinstance(value, str) and (_PATHS.fullmatch(field) or (field == "train.resume_from" and "/" in value)):
-            return _absolute(field, value, config)
-        if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
-            place, _, name = value.rpartition(":")
-            return f"{_absolute(field, place, config)}:{name}"
-        return value
-
-    changed = _changed(config, "", change)
-    assert isinstance(changed, RunConfig)
-    return changed
-
-
-def _changed(value: Any, field: str, change: _ValueChange) -> Any:
-    if isinstance(value, Section):
-        parts = {name: getattr(value, name) for name in type(value).model_fields if name not in _NOT_OURS}
-        made = {name: _changed(part, f"{field}.{name}" if field else name, change) for name, part in parts.items()}
-        return value.model_copy(update={name: part for name, part in made.items() if part != parts[name]})
-    if isinstance(value, Mapping):
-        return {name: _changed(part, f"{field}.{name}", change) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_changed(part, f"{field}[{index}]", change) for index, part in enumerate(value))
-    return change(field, value)
+    with_paths(config, check)
 
 
 @dataclass(frozen=True)
@@ -146,12 +110,12 @@ class Job:
     def custom_code_files(self) -> dict[str, str]:
         result = {}
 
-        def note(field: str, value: Any) -> Any:
-            if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
-                result[field] = value.rpartition(":")[0]
-            return value
+        def note(field: str, path: str) -> str:
+            if path.endswith(".py"):
+                result[field] = path
+            return path
 
-        _changed(self.config, "", note)
+        with_paths(self.config, note)
         return result
 
     def check_time_limit(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
+from tepo_megatron.config.load import dump_resolved, load_run, override
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
@@ -213,15 +213,7 @@ def _configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any])
     overrides = [f"{name}={_as_yaml(value)}" for name, value in settings.items()]
     if not isinstance(base, RunConfig):
         return load_run(base, overrides)
-    if not overrides:
-        return base
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.yaml"
-        file.write_text(dump_diff(base), encoding="utf-8")
-        try:
-            return load_run(file, overrides)
-        except ConfigError as error:
-            raise ConfigError("settings", error.problems) from error
+    return override(base, overrides) if overrides else base
 
 
 def _address(thing: object) -> str | None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -28,7 +29,8 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Valida
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section, read_yaml
-from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.config.load import ConfigError, load_run, settings_of_file
+from tepo_megatron.config.paths import absolute
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime.job_control import stopped_together
@@ -60,7 +62,7 @@ class SweepFile(Section):
 
     run: Path  # relative to this file
 
-    output: Path = Path("out/sweep")  # a folder for each run, and the tables
+    output: Path = Path("out/sweep")  # a folder for each run, and the tables; if given, relative to this file
 
     overrides: _Settings = ()  # of all runs
 
@@ -141,7 +143,12 @@ def read_sweep(path: Path) -> SweepFile:
             message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
             lines.append(f"  {'.'.join(map(str, item['loc'])) or 'sweep'}: {message}")
         raise ValueError("\n".join(lines)) from error
-    return sweep.model_copy(update={"run": path.parent / sweep.run})
+    settings = partial(settings_of_file, file=path)
+    output = {"output": path.parent / sweep.output} if "output" in document else {}
+    axes = {axis: {name: settings(choice) for name, choice in choices.items()} for axis, choices in sweep.axes.items()}
+    return sweep.model_copy(
+        update={"run": path.parent / sweep.run, "overrides": settings(sweep.overrides), "axes": axes, **output}
+    )
 
 
 def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
@@ -279,7 +286,8 @@ def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
 
 
 def _compared(config: RunConfig) -> dict[str, str]:
-    return flat(config.model_dump(mode="json", exclude={"output": True, "train": {"resume", "resume_from"}, "log": True}))
+    left_out: dict[str, Any] = {"output": True, "train": {"resume", "resume_from"}, "log": True}
+    return flat(absolute(config).model_dump(mode="json", exclude=left_out))
 
 
 def _core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.custom import load_plugin
+from tepo_megatron.config.paths import absolute
 from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, generation_end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
@@ -65,6 +66,7 @@ class Difference:
 
 
 def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
+    config = absolute(config)
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
     files = [model_dir / name for name in TOKENIZER_FILES]
     tokenizer = [f"{file.name} {_digest(file.read_bytes())}\n" for file in files if file.is_file()]
@@ -99,6 +101,7 @@ def plugin_digests(config: RunConfig) -> dict[str, str]:
 
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    saved = {**saved, **{key: absolute(saved[key]) for key in ("config", "verifiers") if key in saved}}  # once relative
     differences = [
         Difference(f"architecture.{field}", old, new, "architecture")
         for field, old, new in _differing(saved["architecture"], current["architecture"])

@@ -70,9 +70,7 @@ class Task:
 
 
 TASKS = {
-    "tiny": Task(
-        "../../tiny/run.yaml", SUM_TOKENS, "builtin:addition-heldout", "examples/evidence/second/split.py:is_trained", 40
-    ),
+    "tiny": Task("../../tiny/run.yaml", SUM_TOKENS, "builtin:addition-heldout", "split.py:is_trained", 40),
     "stack_machine": Task("../../stack_machine/run.yaml", 8.0, "builtin:stack-machine-heldout"),
     "long_arithmetic": Task("../../long_arithmetic/run.yaml", LONG_TOKENS, LONG_HELDOUT),
 }
@@ -158,7 +156,7 @@ def coefficient(chosen: Mapping[str, Chosen]) -> str:
 VALIDATION = (
     "data.heldout=null",
     "evaluate.every=2",
-    "evaluate.sets={validation: {path: examples/evidence/second/validation.jsonl, samples: 0, majority: none}}",
+    "evaluate.sets={validation: {path: validation.jsonl, samples: 0, majority: none}}",
 )
 VALIDATED = "eval/validation/greedy"
 
@@ -180,7 +178,7 @@ def sweep(
         *("evaluate.show=4", "log.progress=plain", "log.tensorboard=false"),
     ]
     lines = [f"# {head}", f"# Written by plan.py: tepo sweep examples/evidence/second/{name}.yaml --jobs {jobs}"]
-    lines += [f"run: {task.run}", f"output: out/evidence-second/{name}", "overrides:"]
+    lines += [f"run: {task.run}", f"output: ../../../out/evidence-second/{name}", "overrides:"]
     lines += [f"  - {json.dumps(setting)}" for setting in overrides]
     lines.append("axes:")
     for axis, choices in axes.items():

@@ -2,7 +2,7 @@
 
     python examples/evidence/second/split.py      writes validation.jsonl, which is in the repository
 
-``data.filter=[examples/evidence/second/split.py:is_trained]`` leaves them out.
+``data.filter=[split.py:is_trained]`` leaves them out.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tepo_megatron.config import DataConfig, RunConfig
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
 from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.schema import json_schema, schema_rows
 from tepo_megatron.tools.faults.input_faults import malformed_configs
 from tests.support.programs import run_python
@@ -48,10 +49,11 @@ def runs(draw: st.DrawFn) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": draw(names),
+            "output": "/out/run",
             "seed": draw(st.integers(0, 2**31 - 1)),
             "optimizer": {"lr": draw(finite), "betas": [draw(decays), draw(decays)]},
             "rollout": {
-                "replay": draw(st.none() | st.just("recorded/${seed}")),
+                "replay": draw(st.none() | st.just("/recorded/${seed}")),
                 "server": {"extra_args": draw(st.lists(printable | awkward, max_size=3))},
             },
             "train": {"minibatches": draw(st.integers(1, 4))},
@@ -72,8 +74,7 @@ def test_what_is_dumped_loads_as_the_same_run(config: RunConfig, tmp_path_factor
     folder = tmp_path_factory.mktemp("dump")
     complete = load_run(write(folder, dump_resolved(config)))
     differing = load_run(write(folder, dump_diff(config), "diff.yaml"))
-    assert complete.model_dump() == config.model_dump()
-    assert differing.model_dump() == config.model_dump()
+    assert complete == differing == config
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_what_is_dumped_loads_as_the_same_run(config: RunConfig, tmp_path_factor
 def test_a_complete_configuration_names_defaults_that_cannot_be_set_and_loads(given: list[str], tmp_path: Path) -> None:
     """The verifier beside an environment, lengths of n-grams beside a draft model; as ranks that a program starts read it."""
     config = load_run(None, given)
-    assert load_run(write(tmp_path, dump_resolved(config))).model_dump() == config.model_dump()
+    assert load_run(write(tmp_path, dump_resolved(config))) == absolute(config)
 
 
 def test_the_difference_to_the_defaults_is_only_that() -> None:
@@ -114,7 +115,7 @@ def test_bases_lie_under_their_file_and_overrides_over_both(tmp_path: Path) -> N
 def test_references_reach_other_fields_and_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "name: tiny\noutput: out/${name}/${train.minibatches}\n")
     config = load_run(path)
-    assert config.output == Path("out/tiny") / str(RunConfig().train.minibatches)
+    assert config.output == tmp_path / "out" / "tiny" / str(RunConfig().train.minibatches)
     assert problems(path, "output=${nme}") == ("output: Interpolation key 'nme' not found",)
 
 
@@ -187,7 +188,7 @@ def test_each_is_valid_or_refused_in_sentences(seed: int, number: int, tmp_path_
         else:
             problems = () if damaged.kind in {"a tag", "deep lists", "not UTF-8", "too large"} else ("accepted",)
             path.write_text(dump_resolved(config), encoding="utf-8")
-            assert load_run(path).model_dump() == config.model_dump()
+            assert load_run(path) == absolute(config)
     assert problems, damaged.kind
     assert all(problem and problem.isprintable() and len(problem) < 1500 for problem in problems)
 
@@ -232,7 +233,7 @@ def test_without_held_out_problems_nothing_is_evaluated_and_that_is_said(given: 
     assert load("data.train=mine.jsonl", "evaluate.every=0", *given)[1] == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_run(write(tmp_path, dump_resolved(config))) == config
+        assert load_run(write(tmp_path, dump_resolved(config))) == absolute(config)
     with pytest.warns(UserWarning, match="nothing is evaluated"):  # a section that a program built
         assert RunConfig(data=DataConfig(train="mine.jsonl")).evaluate.every == 0
 

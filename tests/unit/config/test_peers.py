@@ -54,8 +54,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_configuration_of_another_trainer_becomes_a_run_that_fits(name: str, tmp_path: Path) -> None:
-    run = tmp_path / "run.yaml"
+def test_a_configuration_of_another_trainer_becomes_a_run_that_fits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("run.yaml")
     run.write_text(invoke("config", f"from-{name}", FILES / f"{name}.yaml").stdout)
     config = load_run(run)
     for field, expected in EXPECTED[name].items():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import EvaluationSetConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.config.paths import absolute
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -319,7 +320,7 @@ def test_sets_are_enough_to_evaluate_on(tmp_path: Path) -> None:
     assert (config.data.heldout, config.evaluate.every) == (None, 10)
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_resolved(config))
-    assert load_run(path) == config
+    assert load_run(path) == absolute(config)
     assert load_run(None, [*given, "train.save_every=5", "train.keep_best.metric=eval/aime/greedy"]).train.keep_best
     for metric, why in {"eval/other/greedy": "is not given", "accuracy/greedy": "data.heldout, which is not given"}.items():
         with pytest.raises(ConfigError, match=why):
