@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_063,
-    "tests, lines": 39_562,
-    "docs and docstrings, words": 109_991,
+    "package, lines": 49_094,
+    "tests, lines": 39_604,
+    "docs and docstrings, words": 109_059,
     "public classes and functions": 820,
     "modules": 265,
     "modules below 60 lines": 41,

@@ -126,7 +126,7 @@ class EnvironmentConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class, made once per episode. No secrets: the run's folder keeps them."""
 
-    adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
+    adapter: Literal["none", "gymnasium", "skyrl_gym", "textarena", "openenv", "agent"] = "none"
     """Interface of ``name``: ``none`` is ours; an ``agent`` (docs/guides/agents.md) calls the model by HTTP."""
 
     agent: AgentConfig | None = None

@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from inspect import signature
 from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
@@ -213,6 +214,32 @@ class _SkyrlGym:
             self._environment.close()
 
 
+class _TextArena:
+    """A game of one player: its new messages of each turn, its reward at the end."""
+
+    def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._game = make(**kwargs)
+
+    def reset(self, problem: Problem, seed: int) -> Observation:
+        self._game.reset(num_players=1, seed=seed % 2**32)
+        return self._new_messages()
+
+    def step(self, action: ResponseText) -> StepResult:
+        done, _ = self._game.step(str(action))
+        if not done:
+            return StepResult(self._new_messages())
+        rewards, infos = self._game.close()
+        return StepResult(None, float(rewards[0]), True, bool(infos[0].get("invalid_move")))
+
+    def _new_messages(self) -> str:
+        # The wrapper for language models repeats the whole history, which the model has read.
+        messages = self._game.state.get_current_player_observation()
+        return "\n".join(text for _, text, kind in messages if kind.name != "PLAYER_ACTION")
+
+    def close(self) -> None:
+        """The game was closed at its end."""
+
+
 class _OpenEnv:
     def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         options = dict(kwargs)
@@ -224,7 +251,8 @@ class _OpenEnv:
         self._client = make(**options)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
-        return self._text((await awaited(self._client.reset())).observation)
+        seeded = {} if not signature(self._client.reset).parameters else {"seed": seed % 2**32}  # before 0.2 there was none
+        return self._text((await awaited(self._client.reset(**seeded))).observation)
 
     async def step(self, action: ResponseText) -> StepResult:
         result = await awaited(self._client.step(self._action(**{self._field: str(action)})))
@@ -242,6 +270,7 @@ class _OpenEnv:
 ADAPTERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "gymnasium": _Gymnasium,
     "skyrl_gym": _SkyrlGym,
+    "textarena": _TextArena,
     "openenv": _OpenEnv,
 }
 

@@ -149,6 +149,41 @@ def test_a_skyrl_gym_environment_is_played() -> None:
         ADAPTERS["skyrl_gym"](Env, {"changes": True}).reset(Problem("p", "do", "42"), seed=0)
 
 
+class Game:
+    """As TextArena's games are, in a wrapper whose observations repeat the history."""
+
+    def __init__(self, env_id: str) -> None:
+        self.env_id, self.unread, self.state = env_id, list[Any](), self
+
+    def reset(self, num_players: int, seed: int) -> None:
+        self.tell("PROMPT", f"{self.env_id} for {num_players}, seed {seed}")
+
+    def tell(self, kind: str, text: str) -> None:
+        self.unread.append((-1, text, SimpleNamespace(name=kind)))
+
+    def get_current_player_observation(self) -> list[Any]:
+        read, self.unread = self.unread, []
+        return read
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.tell("PLAYER_ACTION", action)
+        self.tell("GAME_MESSAGE", "no")
+        self.last = action
+        return action != "again", {}
+
+    def close(self) -> tuple[dict[int, int], dict[int, Any]]:
+        return {0: 1 if self.last == "right" else -1}, {0: {"invalid_move": self.last == "bad"}}
+
+
+def test_a_textarena_game_is_played() -> None:
+    for last, result in {"right": (1.0, False), "bad": (-1.0, True)}.items():
+        game = ADAPTERS["textarena"](Game, {"env_id": "Wordle"})
+        assert game.reset(Problem("p", "", ""), seed=2**40 + 5) == "Wordle for 1, seed 5"
+        assert game.step(ResponseText("again")) == StepResult("no")
+        reward, is_invalid = result
+        assert game.step(ResponseText(last)) == StepResult(None, reward, True, is_invalid)
+
+
 class Client:
     """As an OpenEnv client is; its methods may be awaited or not."""
 
@@ -176,5 +211,12 @@ def test_an_openenv_client_is_played() -> None:
         return played
 
     assert asyncio.run(play()) == ["hello", StepResult("aa"), StepResult("endend", 0.0, True)]
+
+    class Seeded(Client):
+        def reset(self, **arguments: int) -> SimpleNamespace:
+            return SimpleNamespace(observation=SimpleNamespace(text=f"{arguments}"), reward=None, done=False)
+
+    game = ADAPTERS["openenv"](Seeded, kwargs)  # a group's episodes begin alike
+    assert asyncio.run(game.reset(Problem("p", "", ""), seed=2**40 + 5)) == "{'seed': 5}"
     with pytest.raises(ValueError, match=r"environment\.kwargs needs action_field for adapter = openenv"):
         ADAPTERS["openenv"](Client, {"action": "a:B"})
