@@ -212,7 +212,9 @@ class _OutcomeLog:
             parts += [_SILENT_INTRODUCTION, markdown(*table[:2])]
         parts += ["## Every fault", ""]
         for name, entries in self._outcomes.items():
-            if name != _ENDING:
+            if name == "silent":
+                entries = [entry for entry in entries if not entry["details"]]  # the others have the table above
+            if name != _ENDING and entries:
                 is_long = len(entries) > _LONGEST
                 parts += [f"### {name}", "", *[f"Of {len(entries)} those that were lost."] * is_long, ""]
                 rows = [
