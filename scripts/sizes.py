@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_094,
+    "package, lines": 49_097,
     "tests, lines": 39_604,
     "docs and docstrings, words": 109_059,
-    "public classes and functions": 820,
+    "public classes and functions": 821,
     "modules": 265,
     "modules below 60 lines": 41,
     "largest folder, files": 19,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import typer
 
 from tepo_megatron.config import DataConfig, RunConfig
-from tepo_megatron.config.paths import beside
+from tepo_megatron.config.paths import seen_from
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.shapes import model_parameters
@@ -187,7 +187,7 @@ class NewRun:
         }
         run = _first_that_fits(run, self._gpus, self.nodes) if self._gpus else run
         check_model(RunConfig.model_validate(run), machine=False)
-        return _as_yaml(beside(run, file.parent))
+        return _as_yaml(seen_from(run, file.parent))
 
     def _load(self) -> None:
         data = DataConfig.model_validate(self._data)

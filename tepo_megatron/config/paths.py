@@ -63,7 +63,7 @@ def absolute(values: Any) -> Any:
     return with_paths(values, change)
 
 
-def beside(values: Any, folder: Path) -> Any:
+def seen_from(values: Any, folder: Path) -> Any:
     """Makes paths relative to ``folder``, for a file there."""
     return with_paths(values, lambda _, path: os.path.relpath(path, folder) if is_relative(path) else path)
 

@@ -25,7 +25,7 @@ from tepo_megatron.tasks.environments.agent_session import (
     EpisodeError,
     RefusedError,
 )
-from tepo_megatron.tasks.environments.protocol import StepResult, Strangers, awaited
+from tepo_megatron.tasks.environments.protocol import StepResult, Strangers, awaited, takes_seed
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _STACK_BYTES = 2 * 2**20  # per episode; counts to environment.memory_mb
@@ -154,8 +154,7 @@ class _AgentEpisode:
 def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> bool:
     try:
         signature = inspect.signature(solve)
-        parameters = signature.parameters.values()
-        takes = "seed" not in kwargs and any(item.name == "seed" or item.kind is item.VAR_KEYWORD for item in parameters)
+        takes = "seed" not in kwargs and takes_seed(signature)
         signature.bind(None, base_url="", api_key="", **({"seed": 0} if takes else {}), **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.sandbox import Sandbox
 from tepo_megatron.runtime.user_code import load_user_code
-from tepo_megatron.tasks.environments.protocol import Observation, StepResult, awaited
+from tepo_megatron.tasks.environments.protocol import Observation, StepResult, awaited, takes_seed
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _LONGEST = 200
@@ -251,8 +251,8 @@ class _OpenEnv:
         self._client = make(**options)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
-        seeded = {} if not signature(self._client.reset).parameters else {"seed": seed % 2**32}  # before 0.2 there was none
-        return self._text((await awaited(self._client.reset(**seeded))).observation)
+        arguments = {"seed": seed % 2**32} if takes_seed(signature(self._client.reset)) else {}
+        return self._text((await awaited(self._client.reset(**arguments))).observation)
 
     async def step(self, action: ResponseText) -> StepResult:
         result = await awaited(self._client.step(self._action(**{self._field: str(action)})))

@@ -120,6 +120,10 @@ async def awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def takes_seed(signature: inspect.Signature) -> bool:
+    return any(item.name == "seed" or item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
+
+
 class Strangers:
     """Connections without a key so far. Beyond ``most`` the oldest closes: nobody takes all threads and open files.
     Thread-safe.
