@@ -64,6 +64,18 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
     return ANSWERS.get(do, 1.0)
 
 
+def says_its_errors(problem: Problem, base_url: str, api_key: str) -> Any:
+    if problem.answer == "asks nothing":
+        return 1.0
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    try:
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "0"}])
+    except OpenAIError as error:
+        print(f"Error getting model response: {error} \n\nExiting...")
+        raise
+    return 1.0
+
+
 async def solve_async(problem: Problem, base_url: str, api_key: str, seed: int) -> float:
     """The same in a few turns, streamed; the reward is the part of answers that were whole."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key)

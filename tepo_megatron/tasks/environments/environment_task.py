@@ -123,25 +123,32 @@ class EnvironmentTask(Task):
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Begins an episode of each, except with external agents. Raises ValueError if none begins."""
-        tried = problems[: _REHEARSAL_PROBLEMS if self._environment.name != OUTSIDE else 0]
+        """Begins an episode, except with external agents. Raises ValueError if none of the first problems' begins."""
         errors: list[str] = []
-        for problem in tried:
+        for problem in problems[: _REHEARSAL_PROBLEMS if self._environment.name != OUTSIDE else 0]:
             number = next(self._numbers)
             self.host.call(number, ["reset", problem.to_json(), self.config.seed, False])
             while not (answers := self.host.poll(self._environment.timeout_s)) and self.host.busy:
                 continue
-            for answer in answers:
-                try:
+            try:
+                for answer in answers:
                     if why := answer.error or answer.lost:
                         raise ValueError(why)
                     self._observations.ids(answer.answer["observation"], ended=None, chat=problem.messages)
-                except ValueError as error:
-                    errors.append(str(error))
-            self.host.end(number)
-        if tried and len(errors) == len(tried):
+            except ValueError as error:
+                errors.append(str(error))
+                self.host.end(number)
+                continue
+            if self._environment.adapter == "agent":
+                # An agent would be refused its next answer, and may print that as an error.
+                self.host.close()
+                self.host = self.open_host(self._environment, self.config.rollout.sampling)
+            else:
+                self.host.end(number)
+            return
+        if errors:
             raise ValueError(
-                f"environment.name = {self._environment.name!r} cannot begin an episode of the first {len(tried)} problems: "
+                f"environment.name = {self._environment.name!r} cannot begin an episode of the first {len(errors)} problems: "
                 f"{errors[0]}; correct the environment, or the data"
             )
 

@@ -147,6 +147,17 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
     assert response.response_ids[~response.loss_mask].tolist() == [5, 4, 3, 4]  # of its seed, 1, the second
 
 
+def test_a_rehearsal_is_no_error_to_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
+    """Some print every one (`verifiers`, with "Exiting..."), and a good start would look like a failed one."""
+    with opened(config("says_its_errors", concurrency=1)) as pool:
+        pool.rehearse([Problem(each, "", each) for each in "ab"])
+        ((_, result, _),) = play(pool, ["any"])
+        assert (result.error, result.reward) == (None, 1.0)
+        assert capfd.readouterr().err == ""
+        with pytest.raises(ValueError, match="the agent ended without asking the model anything"):
+            pool.rehearse([Problem("a", "", "asks nothing")])
+
+
 def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path) -> None:
     held = reserve_port("127.0.0.1")
     port = held.getsockname()[1]
