@@ -18,9 +18,10 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
-from tepo_megatron.trainer.megatron.parallel.batch import cut, padded_tokens, rank_order
+from tepo_megatron.trainer.megatron.parallel.batch import cut, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
+from tepo_megatron.trainer.megatron.parallel.positions import rank_order
 from tepo_megatron.trainer.packing import check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.weights.architecture import read_model_spec

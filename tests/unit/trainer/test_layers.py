@@ -32,6 +32,7 @@ from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
 from tepo_megatron.trainer.megatron.model.lora import Lora
 from tepo_megatron.trainer.megatron.model.model import Layers
+from tepo_megatron.trainer.megatron.parallel.positions import rotate_packed
 from tepo_megatron.weights.adapters import AdapterBlock
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
@@ -45,12 +46,11 @@ SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, Non
 def test_fusions_are_asked_for_where_their_kernels_are(kind: Any, wgrad: bool) -> None:
     options = Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)).kernel_options
     te = kind == "te"
-    assert (options["bias_activation_fusion"], options["apply_rope_fusion"], options["persist_layer_norm"]) == (te, te, te)
+    assert (options["bias_activation_fusion"], options["persist_layer_norm"]) == (te, te)
     assert options["gradient_accumulation_fusion"] == (te and wgrad)
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     silu: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False, "activation_func": torch.nn.functional.silu}
-    # Megatron takes all but the rotation's, which needs Transformer Engine
-    TransformerConfig(**{**sizes, **silu, **options, "apply_rope_fusion": False})
+    TransformerConfig(**{**sizes, **silu, **options})
 
 
 # -- whose kernels -------------------------------------------------------------------------------------------------------------
@@ -241,6 +241,35 @@ def test_attention_and_gradients_match_the_block_causal_oracle(
     expected.backward(upstream)
     for ours, oracle in zip(single, exact, strict=True):
         torch.testing.assert_close(ours.grad.double(), oracle.grad, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 3]), st.integers(0, 3), st.integers(0, 2**31)
+)
+def test_the_rotation_and_its_gradient_match_the_complex_oracle(chunks: list[int], cp: int, rest: int, seed: int) -> None:
+    """Dimensions i and i + half of a token at position p are turned by p · f_i; ``rest`` dimensions stay."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [2 * cp * chunk for chunk in chunks] if cp > 1 else chunks
+    position = torch.cat([torch.arange(length) for length in lengths])
+    numbers = torch.arange(len(position)).split(lengths)
+    inverse = torch.tensor([1.0, 0.3])
+    freqs = torch.outer(torch.arange(max(lengths)), torch.cat([inverse, inverse]))[:, None, None]
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    for rank in range(cp):
+        local = position
+        if cp > 1:  # a rank has chunks r and 2 cp - 1 - r of each sequence
+            local = position[torch.cat([part.chunk(2 * cp)[i] for part in numbers for i in (rank, 2 * cp - 1 - rank)])]
+        exact = torch.randn(len(local), 3, 4 + rest, generator=generator, dtype=torch.float64).requires_grad_()
+        single = exact.detach().float().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()  # not contiguous
+        turned = torch.complex(exact[..., :2], exact[..., 2:4]) * torch.exp(1j * torch.outer(local, inverse.double()))[:, None]
+        expected = torch.cat([turned.real, turned.imag, exact[..., 4:]], -1)
+        result = rotate_packed(single, offsets, freqs, cp_size=cp, cp_rank=rank)
+        torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+        upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        result.backward(upstream.float())
+        expected.backward(upstream)
+        torch.testing.assert_close(single.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
 
 
 BLOCKS = [

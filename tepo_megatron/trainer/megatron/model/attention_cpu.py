@@ -5,9 +5,13 @@ Right-padding keeps plain causal attention exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tepo_megatron.trainer.megatron.parallel.batch import rank_order
+from tepo_megatron.trainer.megatron.parallel.positions import local_positions, rank_order
 
 
 class PackedDotProductAttention(torch.nn.Module):
@@ -46,38 +50,87 @@ class PackedDotProductAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d]."""
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        local = [length // self.cp for length in lengths]
-        places: Sequence[Tensor] = ()
+        lengths = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        queries, keys = _divide(lengths, self.cp, query.device)
+        places: Iterable[Tensor | None] = repeat(None)
         if self.cp_group is not None:
             order_T = rank_order(packed_seq_params.cu_seqlens_q, self.cp)
             # backward: every rank's loss has a gradient for the keys and values of all, and they are summed
             both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
             key, value = both[order_T.argsort()].chunk(2, -1)
-            positions_T = torch.cat([torch.arange(length, device=query.device) for length in lengths])
-            places = positions_T[order_T.view(self.cp, -1)[self.cp_group.rank()]][:, None].split(local)
-        queries, keys, values = query.split(local), key.split(lengths), value.split(lengths)
-        attended: dict[int, Tensor] = {}
-        for members in _like_lengths(lengths):
-            q, k, v = (_rows([parts[number] for number in members]) for parts in (queries, keys, values))
+            positions_t = local_positions(packed_seq_params.cu_seqlens_q, self.cp, self.cp_group.rank())
+            places = queries.rows(positions_t[:, None])
+        attended = []
+        for q, k, v, seen in zip(queries.rows(query), keys.rows(key), keys.rows(value), places, strict=False):
             visible = None
-            if places:
-                seen = _rows([places[number] for number in members])
+            if seen is not None:
                 visible = torch.arange(k.size(2), device=query.device) <= seen[..., None]
             # With grouped queries each key/value head serves as many neighbouring query heads.
             options = {"scale": self.softmax_scale, "enable_gqa": True}
-            rows = scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, **options)
-            sizes = [size for number in members for size in (local[number], rows.size(2) - local[number])]
-            attended |= zip(members, rows.transpose(1, 2).flatten(0, 1).split(sizes)[::2], strict=True)
-        return torch.cat([attended[number] for number in range(len(lengths))]).flatten(1)
+            block = scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, **options)
+            attended.append(block.transpose(1, 2).flatten(0, 1))
+        return queries.tokens(attended).flatten(1)
 
 
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    """[length, heads, …] of sequences → [sequences, heads, longest, …]."""
-    longest = max(part.size(0) for part in parts)
-    padding = parts[0].new_zeros((longest, *parts[0].shape[1:]))
-    joined = torch.cat([piece for part in parts for piece in (part, padding[part.size(0) :])])
-    return joined.unflatten(0, (len(parts), longest)).transpose(1, 2)
+@dataclass(frozen=True)
+class _Rows:
+    """Blocks of rows of one length, with sequences of like lengths: places among N padded and T tokens."""
+
+    source_N: Tensor
+    place_T: Tensor
+    padding: Tensor
+    shapes: Sequence[tuple[int, int]]
+
+    def rows(self, values: Tensor) -> Iterator[Tensor]:
+        """[T, heads, …] → [sequences, heads, longest, …] of each block."""
+        moved = _Move.apply(values, self.source_N, self.place_T, None)
+        blocks = moved.split([count * longest for count, longest in self.shapes])
+        return (block.unflatten(0, shape).transpose(1, 2) for block, shape in zip(blocks, self.shapes, strict=True))
+
+    def tokens(self, blocks: list[Tensor]) -> Tensor:
+        joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        moved: Tensor = _Move.apply(joined, self.place_T, self.source_N, self.padding)
+        return moved
+
+
+class _Move(torch.autograd.Function):
+    """``values[index]``, whose gradient is taken by ``inverse`` and not added up: no token counts in two places."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, unused: Tensor | None) -> Tensor:
+        ctx.inverse, ctx.unused = inverse, unused
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        result = gradient.index_select(0, ctx.inverse)
+        return result if ctx.unused is None else result.index_fill_(0, ctx.unused, 0), None, None, None
+
+
+@lru_cache(maxsize=4)  # the layers of a micro-batch
+def _divide(lengths: tuple[int, ...], cp: int, device: torch.device) -> tuple[_Rows, _Rows]:
+    """Rows of a rank's queries, and of all keys."""
+    blocks = _like_lengths(lengths)
+    keys = _divide_into(lengths, blocks, device)
+    return (keys if cp == 1 else _divide_into([length // cp for length in lengths], blocks, device)), keys
+
+
+def _divide_into(lengths: Sequence[int], blocks: Sequence[Sequence[int]], device: torch.device) -> _Rows:
+    lengths_S = np.array(lengths)
+    starts_S = lengths_S.cumsum() - lengths_S
+    shapes, sources, real = [], [], []
+    for members in blocks:
+        longest = int(lengths_S[members].max())
+        position = np.arange(longest)
+        last = lengths_S[members][:, None] - 1
+        sources.append((starts_S[members][:, None] + np.minimum(position, last)).ravel())  # padded by its last token
+        real.append((position <= last).ravel())
+        shapes.append((len(members), longest))
+    source_N, real_N = np.concatenate(sources), np.concatenate(real)
+    place_T = np.empty(lengths_S.sum(), np.int64)
+    place_T[source_N[real_N]] = real_N.nonzero()[0]
+    source, place, padding = (torch.from_numpy(index).to(device) for index in (source_N, place_T, (~real_N).nonzero()[0]))
+    return _Rows(source, place, padding, shapes)
 
 
 _LONGER, _SLACK = 1.5, 16

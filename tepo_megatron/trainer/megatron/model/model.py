@@ -69,6 +69,7 @@ def transformer_config(
         # Or else the host waits for the whole GPU after each exchange between stages, as a torch older than ours needs.
         batch_p2p_sync=False,
         **layers.kernel_options,
+        apply_rope_fusion=layers.kind == "te" or platform.kind == "cpu",  # all packed sequences at once
         **fp8.layer_options(engine.fp8),
         **moe_options(spec, engine, platform, grouped=layers.kind == "te"),
     )
@@ -165,7 +166,6 @@ class Layers:
         # fusions stay off for what the model lacks: masked softmax outside Transformer Engine, bias, dropout
         return {
             "bias_activation_fusion": self.kind == "te",  # SwiGLU keeps only its input for the backward pass
-            "apply_rope_fusion": self.kind == "te",  # one kernel for all packed sequences
             "gradient_accumulation_fusion": self.kind == "te" and self.packages.wgrad,
             "persist_layer_norm": self.kind == "te",
             "masked_softmax_fusion": False,

@@ -20,6 +20,7 @@ from tepo_megatron.core.rollout import SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
+from tepo_megatron.trainer.megatron.parallel.positions import rank_order
 
 _PIECE_BYTES = 2**28  # limits GPU memory: a step's routes are gigabytes
 _ON_HOST = ("routed_experts_T", "mask_counts", "mask_ids")
@@ -86,15 +87,6 @@ def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
             shape = (len(parts) - batch.num_sequences, *value.shape[1:])
             changes[name] = torch.cat([value, value.new_full(shape, -1 if name == "recorded_S" else 0)])
     return batch.with_(cu_seqlens=cu_seqlens, **changes)
-
-
-def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Returns int64 [T]: rank 0's T/cp tokens first. Lengths are multiples of 2 · cp."""
-    offsets, lengths_S = cu_seqlens.long(), cu_seqlens.diff().long()
-    index_T = torch.repeat_interleave(torch.arange(lengths_S.numel(), device=offsets.device), lengths_S)
-    position_T = torch.arange(index_T.numel(), device=offsets.device) - offsets[index_T]
-    chunk_T = position_T * (2 * cp) // lengths_S[index_T]
-    return torch.minimum(chunk_T, 2 * cp - 1 - chunk_T).argsort(stable=True)
 
 
 @dataclass(frozen=True)
