@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -161,6 +162,9 @@ def _read_arguments(
     resume: bool | str,
 ) -> tuple[RunConfig, Extensions]:
     values = {**(config if isinstance(config, Mapping) else {}), **settings}
+    for argument in (argument for argument, value in settings.items() if callable(value)):
+        near = difflib.get_close_matches(argument, ("reward", "objective", "callbacks", "collect", "env"), n=1)
+        raise ValueError(f"{argument} is no argument that takes a function{f'; did you mean {near[0]}?' if near else ''}")
     if isinstance(reward, Mapping):
         values["reward"], reward = reward, None
     elif reward is not None:

@@ -105,7 +105,7 @@ class Callbacks:
 
     def raise_failure(self, *, saved_step: int) -> None:
         if self.failure is not None:
-            saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with --resume"
+            saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with the same command and --resume"
             raise RuntimeError(f"{self.failure}; {saved if saved_step else 'nothing was trained'}") from self.failure.__cause__
 
 

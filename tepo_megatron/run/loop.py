@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.errors import is_ours
 from tepo_megatron.run.consistency_checks import Canary
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
@@ -22,6 +23,12 @@ from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.trainer.protocol import Trainer
 
 _T = TypeVar("_T")
+
+
+class _WorkFailed(Exception):  # noqa: N818
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        super().__init__("an error ends the run")
 
 
 @dataclass
@@ -45,12 +52,19 @@ class Loop:
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
-        """Every rank calls. After a signal, raises StopRequested on all once unsaved steps are saved."""
+        """Every rank calls. Signals, and errors of sampling, rewards and evaluation, are raised on all ranks once unsaved steps
+        are saved.
+        """
         try:
             self.run_steps()
         except StopRequested as stop:
             self.save_before_leaving(stop)
             raise
+        except _WorkFailed as failed:
+            self.finish_save()
+            if self.step > self.stopping.saved_step:
+                self.save_before_leaving(failed)
+            raise failed.error from failed.error.__cause__
 
     def run_steps(self) -> None:
         self.engine.offload()
@@ -172,7 +186,7 @@ class Loop:
         if saved is not None:
             self.stopping.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
 
-    def save_before_leaving(self, stop: StopRequested) -> None:
+    def save_before_leaving(self, reason: StopRequested | _WorkFailed) -> None:
         self.finish_save()
         engine, saved_step = self.engine, self.stopping.saved_step
         self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
@@ -183,7 +197,7 @@ class Loop:
             engine.onload()
             self.save()
             self.finish_save()
-        sentence = self.stopping.describe(stop, saved=self.step > saved_step)
+        sentence = self.stopping.describe(reason, saved=self.step > saved_step)
         self.on_root(lambda rank0: rank0.output.message(sentence))
 
     def log(self, row: Mapping[str, float]) -> None:
@@ -197,15 +211,26 @@ class Loop:
         return contextlib.nullcontext()
 
     def with_servers(self, work: Callable[[Rank0], _T | None]) -> _T | None:
-        """Other ranks return None. If a server dies, revives and updates it, and repeats the work."""
+        """Other ranks return None. If a server dies, revives and updates it, and repeats the work. Raises _WorkFailed on every
+        rank if the work fails.
+        """
         results: list[_T | None] = []
+        errors: list[RuntimeError | ValueError] = []
 
-        def attempt(rank0: Rank0) -> bool:
-            result, stale = rank0.servers.run_or_revive(lambda: work(rank0))
+        def attempt(rank0: Rank0) -> bool | str:
+            try:
+                result, stale = rank0.servers.run_or_revive(lambda: work(rank0))
+            except (RuntimeError, ValueError) as error:
+                if not is_ours(error):
+                    raise
+                errors.append(error)
+                return str(error)
             results.append(result)
             return stale
 
-        while self.from_root(attempt):
+        while stale := self.from_root(attempt):
+            if isinstance(stale, str):
+                raise _WorkFailed(errors[0] if errors else RuntimeError(stale))
             self.update_weights()
         return results[-1] if results else None
 

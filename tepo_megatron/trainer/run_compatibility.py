@@ -178,7 +178,10 @@ def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | 
         lines.append("it is another model, which nothing can let through; set model.path, model.dtype and model.lora back")
     if refused:
         fields = dict.fromkeys(difference.field for difference in refused)
-        lines.append(f"set back what was not meant, and let through what was: train.allow_change=[{','.join(fields)}]")
+        lines.append(
+            "give the settings of the first command line again, or its OUTPUT/resolved.yaml; a change that is meant: "
+            f"train.allow_change=[{','.join(fields)}]"
+        )
         if {"model.path", "model.lora.path"} & set(fields):
             lines.append("training that is to start from other weights or adapters is another run, with an output of its own")
     return "\n".join(lines)

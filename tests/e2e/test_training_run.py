@@ -232,7 +232,7 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert_none_names(out)
-    (said,) = re.findall(r"Ctrl-C: saved step_(\d{6}); continue with --resume", printed)
+    (said,) = re.findall(r"Ctrl-C: saved step_(\d{6}); continue with the same command and --resume", printed)
     saved = int(said)
     assert rows(out)[-1]["step"] in (saved, saved - 1)  # the row of a step that was cut short waits in the checkpoint
     assert (out / "checkpoints" / f"step_{saved:06d}" / "state.json").exists()

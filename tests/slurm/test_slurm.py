@@ -114,7 +114,7 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
     cluster.repeat("scontrol", "update", f"JobId={job}", "TimeLimit=60")  # while it waits in the queue
     log = (out / "logs" / f"train-{job}.0-node0.log").read_text()
     assert "SIGUSR1: the run saves and ends, within 900 s (train.warning_s)" in log
-    assert f"SIGUSR1: saved step_{saved:06d}; continue with --resume" in log
+    assert f"SIGUSR1: saved step_{saved:06d}; continue with the same command and --resume" in log
     assert "Traceback" not in log
     batch = (out / "logs" / f"slurm-{job}.out").read_text()
     assert f"preempted: job {job} goes back into the queue and resumes by itself, restart 1 of at most 50" in batch
@@ -125,7 +125,7 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
     again = wait_for_restart(cluster, job, out, 2)
     log = (out / "logs" / f"train-{job}.1-node0.log").read_text()
     assert f"resumed from {out}/checkpoints/step_{saved:06d}" in log
-    assert f"SIGTERM: saved step_{again:06d}; continue with --resume" in log
+    assert f"SIGTERM: saved step_{again:06d}; continue with the same command and --resume" in log
     assert again > saved
 
     Path(f"{go}.2").touch()

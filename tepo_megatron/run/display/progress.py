@@ -42,7 +42,7 @@ class Progress:
 
     def start(self, config: RunConfig) -> None:
         self._steps = config.train.steps
-        self._write(f"{config.name}: {self._steps} steps, output in {config.output}")
+        self._write(f"run {config.name}: {self._steps} steps of {config.model.path}, output in {config.output}")
 
     def phase(self, name: str) -> None:
         self._end_phase()

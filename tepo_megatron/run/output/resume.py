@@ -173,8 +173,10 @@ def _candidates(config: RunConfig) -> list[Path]:
     chosen = config.train.resume_from
     if chosen is None:
         if not present:
-            overwrite = " and with --overwrite, since the folder has rows of a run" if _holds_run(config.output) else ""
-            raise ValueError(f"train.resume = true, but {parent} has no finished checkpoint; start without --resume{overwrite}")
+            overwrite = " and with --overwrite, which removes the rows of that run" if _holds_run(config.output) else ""
+            raise ValueError(
+                f"there is nothing to resume: {parent} has no finished checkpoint; start without --resume{overwrite}"
+            )
         return present
     folder = Path(chosen) if "/" in chosen else parent / chosen
     if not folder.is_dir():

@@ -81,7 +81,7 @@ def _head(
         return f"ended at {count} {_ago(now - root.time)}: {root.ended}"
     if not is_running:
         doing = f"in phase {root.phase}, {_ago(now - root.time)}"
-        return f"ended at {count} without a last word (killed?), {doing}; continue with --resume"
+        return f"ended at {count} without a last word (killed?), {doing}; continue with the same command and --resume"
     seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-10:]
     left = f", about {duration(sum(seconds) / len(seconds) * (steps - done))} left" if seconds else ""
     return f"runs, {count} done{left}"

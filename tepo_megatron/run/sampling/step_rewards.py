@@ -35,7 +35,7 @@ class StepRewards:
         self.failed, self._cause = len(failures), f"; the first: {failures[0]}" if failures else ""
         if len(failures) / len(results) > self._config.reward.max_failed:
             raise RuntimeError(
-                f"{len(failures)} of {len(results)} rewards of step {step} failed, more than reward.max_failed = "
+                f"{len(failures)} of {len(results)} rewards of step {step + 1} failed, more than reward.max_failed = "
                 f"{self._config.reward.max_failed:g} of them{self._cause}"
             )
         rewarded = [result.of(rollout) for rollout, result in zip(rollouts, results, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_signals
+from tepo_megatron.runtime.preemption import StopSignals, stop_signals
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
 _MARGIN = 2.0  # factor on the last durations of updates and saves
@@ -61,10 +61,10 @@ class Stopping:
         newest = f"the newest checkpoint is {checkpoint_name(self.saved_step)}" if self.saved_step else "there is no checkpoint"
         return f"{steps} lost; {newest}"
 
-    def describe(self, stop: StopRequested, *, saved: bool) -> str:
+    def describe(self, stop: BaseException, *, saved: bool) -> str:
         name = checkpoint_name(self.saved_step)
         if saved:
-            return f"{stop}: saved {name}; continue with --resume"
+            return f"{stop}: saved {name}; continue with the same command and --resume"
         if self.saved_step:
-            return f"{stop}: nothing was trained since {name}, so nothing more was saved; continue with --resume"
+            return f"{stop}: nothing was trained since {name}; continue with the same command and --resume"
         return f"{stop}: ended before a step was trained; there is nothing to save"

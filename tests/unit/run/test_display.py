@@ -55,7 +55,7 @@ def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take
             view.close()  # a full disk ends neither the run nor what Python writes at its end
     figures = "reward 0.432  entropy 0.150  masked 3.4 %"
     assert stream.getvalue().splitlines() == [
-        "tiny: 20 steps, output in out/tiny",
+        "run tiny: 20 steps of builtin:tiny, output in out/tiny",
         "step  0/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
         "step  0/20  aime: greedy 0.250",
         "  rollout took 28.0 s",
@@ -236,7 +236,10 @@ def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(output:
     assert not run_status(output, now=1100.0)[1]
 
 
-KILLED = "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; continue with --resume"
+KILLED = (
+    "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; continue with the same command "
+    "and --resume"
+)
 
 
 @pytest.mark.parametrize(

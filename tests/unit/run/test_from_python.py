@@ -71,7 +71,7 @@ def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference
     assert is_ours(caught.value)
     begin, _, rest = str(caught.value).partition(f" ({__file__}:")
     assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 1"
-    assert rest.endswith("; the newest checkpoint is step_000001: continue with --resume")
+    assert rest.endswith("; the newest checkpoint is step_000001: continue with the same command and --resume")
 
 
 def test_a_run_that_cannot_begin_does_not() -> None:
@@ -238,6 +238,7 @@ def test_what_is_wrong_with_settings_is_said_as_of_overrides() -> None:
         (None, {"train": {"stepz": 3}}, r"train\.stepz: unknown key \(got 3\); did you mean train\.steps\?"),
         (RunConfig(), {"train.steps": "many"}, r'train\.steps: got "many"; allowed: an integer > 0'),
         (RunConfig(), {"reward": {"verifier": last_word}}, "a setting cannot be function"),
+        (RunConfig(), {"rewrad": last_word}, r"rewrad is no argument that takes a function; did you mean reward\?"),
     ):
         with pytest.raises(ValueError, match=says) as caught:
             started(base, **wrong)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.errors import is_ours
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.rollout_file import read_rollouts
@@ -187,12 +188,37 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         name = f"step_{run.loop.step:06d}"
         # The thread that announces the signal may be later than a run that ends at once.
         assert [text for text in run.said if text != "SIGTERM: the run saves and ends"][-1] in (
-            f"SIGTERM: saved {name}; continue with --resume",
-            f"SIGTERM: nothing was trained since {name}, so nothing more was saved; continue with --resume",
+            f"SIGTERM: saved {name}; continue with the same command and --resume",
+            f"SIGTERM: nothing was trained since {name}; continue with the same command and --resume",
             "SIGTERM: ended before a step was trained; there is nothing to save",
         )
         resumed = reference_run(changed).run()
         assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
+
+
+def test_steps_before_an_error_of_the_rewards_are_saved(reference_run: Any, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+
+    def judge(problem: Any, response: str) -> float:
+        if gone.exists():
+            raise OSError("the judge does not answer")
+        return len(response) % 3
+
+    class Ends:
+        def on_step_end(self, step: int, row: Any) -> None:
+            if step == 2:
+                gone.touch()
+
+    settings = {"train": {"steps": 3, "save_every": 0, "resume": "auto"}}
+    whole = reference_run({**settings, "output": str(tmp_path / "whole")}, reward=judge).run()
+    run = reference_run(settings, callbacks=[Ends()], reward=judge)
+    with pytest.raises(RuntimeError, match=r"4 of 4 rewards of step 3 failed, .* the judge does not answer") as caught:
+        run.run()
+    assert is_ours(caught.value)
+    assert run.noted("save ") == ["save 2"]
+    assert "an error ends the run: saved step_000002; continue with the same command and --resume" in run.said
+    gone.unlink()
+    assert reference_run(settings, reward=judge).run().digest == whole.digest
 
 
 def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(reference_run: Any) -> None:
