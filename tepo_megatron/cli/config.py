@@ -103,11 +103,12 @@ def _from_nemo_rl(file: _Converted) -> None:
 
 def _convert(name: str, file: Path) -> None:
     from tepo_megatron.config.load import dump_diff
-    from tepo_megatron.config.peers import convert
+    from tepo_megatron.config.peers import convert, read_peer_file
 
     with user_errors():
-        settings, left = convert(name, file.read_text(encoding="utf-8"))
+        settings, left = convert(name, read_peer_file(name, file))
         config = load_config(None, [f"{field}={json.dumps(value)}" for field, value in settings.items()])
+        left.append("settings that equal a default here are left out: tepo config show FILE has all")
         echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
 
 

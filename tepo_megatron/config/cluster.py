@@ -1,9 +1,9 @@
 """``cluster``: nodes, GPUs, and Slurm's options."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
@@ -69,6 +69,16 @@ class ClusterConfig(Section):
 
     time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
     """Slurm's limit: [days-]hours:minutes:seconds."""
+
+    @field_validator("time_limit", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any) -> Any:
+        # YAML reads 24:00:00 as a number to base 60
+        if type(value) is not int or value < 0:
+            return value
+        hours, seconds = divmod(value, 3600)
+        days = f"{hours // 24}-" if hours >= 100 else ""
+        return f"{days}{hours % 24 if days else hours:02}:{seconds // 60:02}:{seconds % 60:02}"
 
     max_requeues: NonNegativeInt = 50
     """Most requeues of a job that saved after a warning or preemption (exit code 75). 0: never."""

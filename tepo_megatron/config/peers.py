@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -67,17 +67,47 @@ def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
     return ""
 
 
+def read_peer_file(name: str, file: Path) -> str:
+    """Returns YAML. NeMo-RL's ``defaults`` name files beside it, which come below it. Raises ValueError."""
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    raw = _parsed(text)
+    if name != "nemo-rl" or not isinstance(raw, DictConfig):
+        return text
+    named = raw.get("defaults")
+    listed = [named] if isinstance(named, str) else list(named or ())
+    parents = [file.parent / item for item in listed if isinstance(item, str) and (file.parent / item).is_file()]
+    if not parents or len(parents) < len(listed):
+        return text
+    del raw["defaults"]
+    return OmegaConf.to_yaml(OmegaConf.merge(*(_parsed(read_peer_file(name, parent)) for parent in parents), raw))
+
+
+def _parsed(text: str) -> DictConfig | ListConfig:
+    try:
+        return OmegaConf.create(text)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+
+
 def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     """Returns settings by dotted name, and a sentence for each key without a counterpart. Raises ValueError."""
     peer, left = peers()[name], list[str]()
     written = _resolved(text, left)
+    if written and not any(part in peer.keys for key in written for part in (key, *_parents(key))):
+        raise ValueError(
+            f"the file has no setting of {peer.title}; give {peer.reads or f'the YAML that {peer.title} reads'}. A script that "
+            "starts it with settings is none"
+        )
     read = {**peer.defaults, **{key: value for key, value in written.items() if value is not None}}
     result: dict[str, Any] = {}
     for key, value in read.items():
         entry = peer.keys.get(key)
         if entry is None or (entry.note and value not in entry.unless):
             section = next((peer.keys[part] for part in _parents(key) if part in peer.keys), None)
-            why = (entry or section or _Key(())).note or "it is not in the table"
+            why = (entry or section or _Key(())).note or "nothing here corresponds"
             left += [f"{key} = {_show(value)}: {why}"] if key in written else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:
             _put(result, key, entry, value, peer.defaults.get(key), left)
@@ -111,11 +141,8 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
 
 def _resolved(text: str, left: list[str]) -> dict[str, Any]:
     """References to other keys are followed; what another resolver computes is left out."""
-    try:
-        whole, result = OmegaConf.create(text), dict[str, Any]()
-        raw = OmegaConf.to_container(whole)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+    whole, result = _parsed(text), dict[str, Any]()
+    raw = OmegaConf.to_container(whole)
     if not isinstance(raw, Mapping):
         raise ValueError("the file has no settings; give the YAML that the other trainer reads")
     for key, value in _flat(raw).items():
@@ -286,6 +313,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if "trainer.logger" in read:
         made |= _loggers(read["trainer.logger"], read.get("trainer.project_name", "verl"))
     custom = read.get("custom_reward_function.path")
+    made["data.fields.answer"] = "reward_model.ground_truth"
     made["reward.verifier"] = f"{custom}:{read.get('custom_reward_function.name') or 'compute_score'}" if custom else "math"
     if custom:
         left.append("custom_reward_function: its function must take (problem, response), docs/guides/rewards.md")

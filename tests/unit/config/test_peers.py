@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.load import ConfigError, load_run
-from tepo_megatron.config.peers import convert, peers
+from tepo_megatron.config.peers import convert, peers, read_peer_file
 from tepo_megatron.config.schema import schema_rows
 from tests.support.cli import invoke
 
@@ -38,6 +38,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "objective.kl.estimator": "k3",
         "engine.parallel.tp": 2,
         "data.heldout": "data/gsm8k/test.parquet",
+        "data.fields.answer": "reward_model.ground_truth",
         "model.path": "models/Qwen2.5-7B",
         "rollout.server.count": 4,
     },
@@ -109,6 +110,21 @@ def test_passes_over_a_batch_are_counted_in_the_steps_that_were_updates_there() 
     assert made["optimizer.warmup_steps"] == 5 * made["train.minibatches"] * (made["train.epochs_per_batch"] or 0) == 60
 
 
+def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("grpo: {max_num_steps: 7, num_prompts_per_step: 4}")
+    (tmp_path / "parent.yaml").write_text("{defaults: old.yaml, grpo: {num_prompts_per_step: 8}}")
+    child = tmp_path / "child.yaml"
+    child.write_text("{defaults: [parent.yaml], policy: {train_global_batch_size: 128}}")
+    made, left = convert("nemo-rl", read_peer_file("nemo-rl", child))
+    assert (made["train.steps"], made["rollout.prompts_per_step"], made["train.minibatches"]) == (7, 8, 1)
+    assert not any("defaults" in sentence for sentence in left)
+    child.write_text("{defaults: gone.yaml, policy: {train_global_batch_size: 512}}")
+    assert any("its files are not beside this one" in text for text in convert("nemo-rl", read_peer_file("nemo-rl", child))[1])
+    for path, said in ((tmp_path / "gone.yaml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ValueError, match=f"{path} cannot be read: {said}"):
+            read_peer_file("trl", path)
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match=r"completions of a step over num_generations is 0\.8"):
         convert("trl", "{per_device_train_batch_size: 8, num_generations: 10}")
@@ -120,6 +136,8 @@ def test_what_cannot_be_divided_is_refused() -> None:
         convert("nemo-rl", "{")
     assert all(convert("trl", text)[0]["objective.preset"] == "dapo" for text in ("loss_type: new", "loss_type: null", "{}"))
     assert convert("nemo-rl", "{}")[0]["objective.trust_region.high"] == 0.2
+    with pytest.raises(ValueError, match=r"the file has no setting of verl; give the configuration of .*main_ppo"):
+        convert("verl", "foo: 1")
     assert convert("trl", "loss_type: new")[1] == [
         'loss_type = "new": known are '
         + ", ".join(f'"{name}"' for name in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"))
