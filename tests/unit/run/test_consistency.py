@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import Canaries, Canary, Tolerances
+from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canaries, Canary, Tolerances
 from tepo_megatron.run.output.resume import resolve_dtype
 from tepo_megatron.run.sampling.step_rewards import token_ages, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
@@ -114,7 +114,7 @@ def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, A
 def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab_size: int, limit: int) -> None:
     for make, length in (
         (Canary.prompt, min(32, limit - 1)),  # and one that the server samples
-        (Canary.cached_prompt, max(2, min(257, limit - 17))),  # 16 are drawn and scored, and the server draws one more
+        (Canary.cached_prompt, max(2, min(257, limit - CACHED_TOKENS - 1))),
     ):
         prompt = make(vocab_size, limit)
         assert prompt == make(vocab_size, limit)
