@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # TEPO on Llama-3.3-70B-Instruct: looks at this machine, plans the run on paper, and submits it to Slurm through NeMo-Run.
 #
-#   bash scripts/run_tepo_70b.sh --dry-run                        print the plan and all that Slurm would get; needs neither
+#   bash scripts/run_tepo_70b.sh --dry-run                        print the plan and all that Slurm would get; needs no GPU and no Slurm
 #   bash scripts/run_tepo_70b.sh                                  submit
 #   bash scripts/run_tepo_70b.sh --resume                         submit again, from the newest checkpoint of OUT
 #   bash scripts/run_tepo_70b.sh train.steps=50 optimizer.lr=5e-7 dotted overrides come last and win

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv, the complete environment of the CPU run and the tests. Safe to call again: it returns at once if nothing changed.
 #
-#   bash scripts/setup_cpu.sh            set up (about 1.5 minutes and 3 GB the first time)
+#   bash scripts/setup_cpu.sh            set up (2 to 10 minutes and 3 GB the first time)
 #   bash scripts/setup_cpu.sh --lock     renew requirements/cpu.txt from requirements/cpu.in, in an environment of its own
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11, 3.12 or 3.13).

@@ -84,10 +84,10 @@ def _plot(
 
     [dim]tepo plot out/tepo out/grpo --png tepo-grpo.png[/]
     """
-    from tepo_megatron.run.display.plots import plot_comparison, plot_curves
-
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in outputs]
     with user_errors():
+        from tepo_megatron.run.display.plots import plot_comparison, plot_curves
+
         for path, file in zip(outputs, files, strict=True):
             if not file.is_file():
                 raise ValueError(f"{path} has no metrics.jsonl; give the output folder of a run")

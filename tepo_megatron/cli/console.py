@@ -65,6 +65,11 @@ def user_errors() -> Iterator[None]:
             raise
         print_error(str(error))
         raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        if wants_traceback() or error.name not in ("numpy", "torch", "matplotlib"):
+            raise
+        print_error(f"this command needs {error.name}, which the environment that submits jobs lacks; use that of setup_cpu.sh")
+        raise typer.Exit(1) from error
 
 
 def _complete_setting(incomplete: str) -> list[str]:

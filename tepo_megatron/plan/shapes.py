@@ -69,6 +69,8 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
         folder = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
     elif not folder.is_dir():
         name = PurePath(source.partition("@")[0]).name
+        if name not in KNOWN_MODELS:
+            name = name.removesuffix("-Instruct")
         if name not in KNOWN_MODELS and source.startswith(HUB):
             return read_model_spec(hub_folder(source, "model", files=("config.json",))), None
         if name not in KNOWN_MODELS:

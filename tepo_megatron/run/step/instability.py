@@ -165,6 +165,8 @@ class ObjectiveWatch:
         else:
             return ""
         bounds = [bound_for_share(counts_B, self.SHARE) for counts_B in moves]
-        fitting = ", ".join(f"{name} = {bound:.2g}" for name, bound in zip(("low", "high"), bounds, strict=True) if bound)
-        remedy = f"objective.trust_region.{fitting} would clip a tenth" if fitting else "look at objective.trust_region"
-        return f"{effect} in each of the last {self.STEPS} steps; {remedy}"
+        names = [f"objective.trust_region.{name}" for name in ("low", "high")]
+        fitting = " ".join(f"{name}={bound:.2g}" for name, bound in zip(names, bounds, strict=True) if bound)
+        now = ", ".join(f"{name} = {value}" for name, value in (("low", region.low), ("high", region.high)))
+        remedy = f"{fitting} would clip a tenth" if fitting else "look at objective.trust_region"
+        return f"{effect} in each of the last {self.STEPS} steps, with {now}; {remedy}"

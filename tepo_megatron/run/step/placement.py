@@ -70,6 +70,11 @@ class Placement:
 
     def check(self) -> None:
         """Raises ValueError for what this machine cannot do."""
+        if self.config.engine.platform == "cuda" and not self.machine.gpus:
+            raise ValueError(
+                f"engine.platform = cuda, but torch {torch.__version__} sees no GPU; install a CUDA build of torch, or set "
+                "engine.platform=cpu"
+            )
         if self.config.rollout.replay is not None:
             return
         server, machine = self.server, self.machine

@@ -85,7 +85,9 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
     path = hub_folder(config.path, "dataset") if from_hub else Path(config.path).expanduser()
     if not path.exists():
         near = (
-            f"; did you mean {BUILTIN}{path}?" if str(path) in _BUILTIN_TASKS else ", and hub:ORGANISATION/NAME is downloaded"
+            f"; did you mean {BUILTIN}{path}?"
+            if str(path) in _BUILTIN_TASKS
+            else "; a data set of the Hugging Face hub is hub:ORGANISATION/NAME"
         )
         raise ValueError(f"the data file {path} does not exist{near}")
     yield from DataFiles.find(path, config.split).rows()

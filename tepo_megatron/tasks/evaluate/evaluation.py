@@ -58,8 +58,8 @@ def check_component(field: str, name: str | None, components: Collection[str] | 
     if not names:
         raise ValueError(f"{field} = {name}, but the verifier returns a number without components; leave {field} out")
     raise ValueError(
-        f"{field} = {name or 'null'} names no component of the reward: the verifier returns {names}, and their sum does not "
-        "say whether a response is correct; name the one that does"
+        f"{field} = {name or 'null'} names no component of the reward, which has {names}; set {field} to the one that says "
+        "whether a response is correct, since their sum does not"
     )
 
 

@@ -272,7 +272,9 @@ def _model_of(source: Path) -> Path:
     state = source / "state.json"
     if not state.is_file():
         if not (source / "config.json").is_file():
-            raise ValueError(f"{source} is not a finished checkpoint; give a folder step_XXXXXX that has a state.json")
+            newest = next(iter(sorted((source / "checkpoints").glob("step_*/state.json"), reverse=True)), None)
+            example = "step_XXXXXX that has a state.json" if newest is None else f"such as {newest.parent}"
+            raise ValueError(f"{source} is not a finished checkpoint; give a folder {example}")
         return source
     try:
         recorded = parse_json(state.read_bytes(), state, dict).get("model")

@@ -297,7 +297,7 @@ def test_answers_that_an_evaluation_would_misjudge_are_reported(tmp_path: Path) 
         "def mild(problem, response):\n    return 0.5 * (response == problem.answer)\n"
     )
     for overrides, status, said in [
-        (["parts"], "fail", "the verifier returns right, form"),
+        (["parts"], "fail", "which has right, form"),
         (["parts", "evaluate.correct=form"], "warn", "another problem's answer, counts as correct"),
         (["parts", "evaluate.correct=right"], "ok", ""),
         (["mild"], "warn", "its expected answer does not count as correct (reward 0.5)"),

@@ -287,8 +287,8 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
     reward = {"verifier": f"{tmp_path / 'parts.py'}:parts"}
     own = {"path": "builtin:addition-heldout", "problems": 2, "samples": 2, "verifier": "exact"}
     for correct, of_own, why in [
-        (None, None, r"evaluate\.correct = null names no component .* returns right, form"),
-        ("rihgt", None, r"evaluate\.correct = rihgt names no component .* returns right, form"),
+        (None, None, r"evaluate\.correct = null names no component .* has right, form"),
+        ("rihgt", None, r"evaluate\.correct = rihgt names no component .* has right, form"),
         ("right", "right", r"evaluate\.sets\.own\.correct = right, but the verifier returns a number"),
         ("right", None, None),
         ("ok, right", None, None),

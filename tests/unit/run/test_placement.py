@@ -89,6 +89,11 @@ def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them
     assert Placement(config(server, threads=threads, overlap=overlap), LAPTOP).trainer_threads(range(8)) == expected
 
 
+def test_a_gpu_that_is_missing_is_refused_before_servers_start() -> None:
+    with pytest.raises(ValueError, match=r"engine\.platform = cuda, but torch .* sees no GPU"):
+        Placement(RunConfig.model_validate({"engine": {"platform": "cuda"}}), LAPTOP).check()
+
+
 def test_threads_that_cannot_act_are_refused() -> None:
     placement = Placement(config({}, threads="auto"), NODE)
     with pytest.raises(ValueError, match=r"engine.cpu_threads = auto acts where the trainer runs on a CPU, and it runs on"):

@@ -227,7 +227,8 @@ def test_a_clip_that_takes_more_than_a_quarter_is_reported_once_with_the_range_f
     ((step, text),) = sentences(region, 0.26)
     assert step == 5
     assert text.startswith("more than 25% of the tokens")
-    assert "low = 0.91, high = 0.91 would clip a tenth" in text
+    assert text.endswith("objective.trust_region.low=0.91 objective.trust_region.high=0.91 would clip a tenth")
+    assert f", with low = {region['low']}, high = " in text
     assert not sentences(region, 0.26, steps=4)
     assert not sentences(region, 0.24)
 
