@@ -21,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_097,
-    "tests, lines": 39_604,
-    "docs and docstrings, words": 109_059,
-    "public classes and functions": 821,
-    "modules": 265,
+    "package, lines": 49_303,
+    "tests, lines": 39_994,
+    "docs and docstrings, words": 109_600,
+    "public classes and functions": 824,
+    "modules": 266,
     "modules below 60 lines": 41,
     "largest folder, files": 19,
     "entries at the top of the package": 14,

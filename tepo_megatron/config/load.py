@@ -264,7 +264,7 @@ def _to_yaml(values: dict[str, Any]) -> str:
 
 
 def _escape(value: Any) -> Any:
-    r"""``${`` becomes ``\${``, so that it is not read back as a reference."""
+    r"""``${`` becomes ``\${``, which is not read as a reference."""
     if isinstance(value, Mapping):
         return {key: _escape(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -75,7 +75,7 @@ def evaluate_all(
     seed: Callable[[str], int],
     step: int | None = None,
 ) -> EvaluationResult:
-    """``seed``: purpose → seed. ``generate`` answers the sets. ``step``: only what is due after it."""
+    """``seed``: purpose → seed. ``generate`` answers the sets. ``step``: only the sets due after it."""
     settings, last = config.evaluate, config.train.steps
     plain: SetResult | None = None
     if heldout and (step is None or settings.is_due(None, step, last)):

@@ -94,7 +94,7 @@ class _Rows:
 
 
 class _Move(torch.autograd.Function):
-    """``values[index]``, whose gradient is taken by ``inverse`` and not added up: no token counts in two places."""
+    """``values[index]``. Its gradient is moved back by ``inverse``, without a sum: no token counts in two places."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, unused: Tensor | None) -> Tensor:

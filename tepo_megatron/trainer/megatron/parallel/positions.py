@@ -25,8 +25,8 @@ def local_positions(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
 
 
 def rotate_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """Turns the first ``freqs.size(-1)`` dimensions of t [t, heads, d]. On a CPU in the place of Transformer Engine's kernel,
-    since Megatron's own cuts out every sequence in every layer.
+    """Turns the first ``freqs.size(-1)`` dimensions of t [t, heads, d]. On a CPU it replaces Transformer Engine's kernel:
+    Megatron's own function cuts out every sequence in every layer.
     """
     angles = freqs[..., : freqs.size(-1) // 2].flatten(1)[:, None]  # its other half is the same
     positions_t = local_positions(cu_seqlens, cp_size, cp_rank)
