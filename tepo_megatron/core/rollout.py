@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +55,16 @@ class _Sampled:
     @property
     def model_tokens(self) -> int:
         return self.response_ids.size if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    def turns(self, decode: Callable[[Sequence[int]], str]) -> list[dict[str, str]]:
+        """Texts of the model and of an environment, in order; empty if the model wrote all."""
+        if self.loss_mask is None:
+            return []
+        starts = [0, *(np.flatnonzero(np.diff(self.loss_mask)) + 1)]
+        return [
+            {"by": "model" if self.loss_mask[start] else "environment", "text": decode(ids.tolist())}
+            for start, ids in zip(starts, np.split(self.response_ids, starts[1:]), strict=True)
+        ]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):

@@ -108,7 +108,7 @@ def train_samples(
     """Replayed rollouts may lack prompt and answer (None), unscored ones the reward."""
     rows = []
     for rollout in rollouts[:responses]:
-        problem, mask = problems.get(rollout.problem_id), rollout.loss_mask
+        problem = problems.get(rollout.problem_id)
         row: dict[str, Any] = {
             "problem": rollout.problem_id,
             **({"source": problem.source} if problem is not None and problem.source else {}),
@@ -117,13 +117,8 @@ def train_samples(
             "group": rollout.group,
             "response": rollout.text,
         }
-        if mask is not None:
-            starts = [0, *(np.flatnonzero(np.diff(mask)) + 1)]
-            row["turns"] = [
-                {"by": "model" if mask[start] else "environment", "text": decode(ids.tolist())}
-                for start, ids in zip(starts, np.split(rollout.response_ids, starts[1:]), strict=True)
-            ]
-            row["model_tokens"] = rollout.model_tokens
+        if turns := rollout.turns(decode):
+            row |= {"turns": turns, "model_tokens": rollout.model_tokens}
         row["reward"] = rollout.reward
         if rollout.reward_parts:
             row["components"] = dict(rollout.reward_parts)

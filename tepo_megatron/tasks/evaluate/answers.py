@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import combinations
@@ -26,10 +26,13 @@ class Scored:
     finish_reason: str
     result: RewardResult
     correct: bool
+    turns: Sequence[Mapping[str, str]] = ()
+    model_tokens: int = 0
 
     def row(self) -> dict[str, Any]:
         return {
             "response": self.text,
+            **({"turns": self.turns, "model_tokens": self.model_tokens} if self.turns else {}),
             "reward": self.result.reward,
             "correct": self.correct,
             "tokens": self.num_tokens,

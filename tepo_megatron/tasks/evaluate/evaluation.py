@@ -337,7 +337,15 @@ def _score_groups(
         if result.error is None and result.parts:  # a number, as of another verifier, and an episode without a rating have none
             check_component(of.correct_field, of.correct, result.parts)
     scored = [
-        Scored(text, len(response.response_ids), response.finish_reason, result, result.is_correct(of.correct_at, of.correct))
+        Scored(
+            text,
+            len(response.response_ids),
+            response.finish_reason,
+            result,
+            result.is_correct(of.correct_at, of.correct),
+            response.turns(tokenizer.decode),
+            response.model_tokens,
+        )
         for text, response, result in zip(texts, responses, results, strict=True)
     ]
     return [scored[index : index + n] for index in range(0, len(scored), n)]

@@ -186,6 +186,22 @@ def test_cut_responses_and_failures_are_counted() -> None:
     assert "greedy" not in result.samples[0]
 
 
+def test_a_held_out_episode_says_who_wrote_what() -> None:
+    ids = (*TOKENIZER.encode("7high"), *TOKENIZER.encode("5"))
+    mask = [True, *[False] * (len(ids) - 2), True]
+
+    def generate(prompts: list[tuple[int, ...]], **_asked: Any) -> list[list[Response]]:
+        return [[Response(ids, (0.0,) * len(ids), "stop", WeightsVersion(0), loss_mask=mask)] for _ in prompts]
+
+    (row,) = evaluate(generate, [as_set(PROBLEMS[:1])]).samples
+    assert row["greedy"]["turns"] == [
+        {"by": "model", "text": "7"},
+        {"by": "environment", "text": "high"},
+        {"by": "model", "text": "5"},
+    ]
+    assert row["greedy"]["model_tokens"] == 2
+
+
 def test_every_metric_of_a_set_is_in_the_one_table() -> None:
     result = evaluate(Answers([["1", "1", problem.answer] for problem in PROBLEMS]), [as_set(samples=2, ks=(1, 2))])
     named = set(re.findall(r"`(eval/[^`]+)`", section("docs/reference/metrics.md", "Every metric")))
