@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_303,
-    "tests, lines": 39_994,
-    "docs and docstrings, words": 109_600,
+    "package, lines": 49_323,
+    "tests, lines": 40_010,
+    "docs and docstrings, words": 109_610,
     "public classes and functions": 824,
     "modules": 266,
     "modules below 60 lines": 41,

@@ -198,7 +198,7 @@ def _model_and_data(config: RunConfig) -> Finding:
     both = sum((problem.prompt, problem.messages) in trained for problem in inputs.heldout)
     if not inputs.heldout and not inputs.sets:
         advice = "nothing is evaluated: give data.heldout to see whether the model gets better"
-    elif both:
+    elif both and config.environment is None:  # an environment may begin all episodes with one prompt
         advice = f"{both} of the held-out prompts are trained on, too: take them out of one of the two"
     shown = config.model.path if config.model.path.startswith(BUILTIN) else str(inputs.model_dir)
     return Finding("warn" if advice else "ok", f"{shown}; {counts}{left_out}", advice)

@@ -181,7 +181,7 @@ class DataConfig(_PromptsConfig):
 
     @property
     def heldout_sources(self) -> tuple[SourceConfig, ...]:
-        """As :attr:`train_sources`, without ``filter``; may be empty."""
+        """As ``train_sources``, without ``filter``; may be empty."""
         return tuple(self.complete(source, filtered=False) for source in _listed(self.heldout or ()))
 
     @property

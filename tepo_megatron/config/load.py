@@ -53,7 +53,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: 
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """As :func:`load_run`, over a run that is there."""
+    """As ``load_run``, over a run that is there."""
     content = _escape(_diff(config, RunConfig()))
     return _load("settings", [(Path("run.yaml"), content)], overrides, trains=True)
 

@@ -65,7 +65,7 @@ def _check_reachable(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """``config`` is a result of :func:`on_nodes`."""
+    """``config`` is a result of ``on_nodes``."""
 
     config: RunConfig
 

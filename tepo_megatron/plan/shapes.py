@@ -53,9 +53,13 @@ KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "Llama-3.3-70B-Instruct": _known(
             "Llama", 80, 8192, 28672, 64, 8, 128256, 131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE
         ),
+        "Llama-3.1-8B": _known("Llama", 32, 4096, 14336, 32, 8, 128256, 131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE),
+        "Qwen2.5-1.5B": _known("Qwen2", 28, 1536, 8960, 12, 2, 151936, 131072, rms_norm_eps=1e-6, tie_word_embeddings=True),
+        "Qwen2.5-32B": _known("Qwen2", 64, 5120, 27648, 40, 8, 152064, 131072),
         "Qwen2.5-72B": _known("Qwen2", 80, 8192, 29568, 64, 8, 152064, 131072),
         "Qwen2.5-7B": _known("Qwen2", 28, 3584, 18944, 28, 4, 152064, 131072, rms_norm_eps=1e-6),
         "Mixtral-8x7B-v0.1": _known("Mixtral", 32, 4096, 14336, 32, 8, 32000, 32768, **_MIXTRAL),
+        "Qwen3-8B": _known("Qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, **_QWEN3),
         "Qwen3-14B": _known("Qwen3", 40, 5120, 17408, 40, 8, 151936, 40960, **_QWEN3),
         "Qwen3-30B-A3B": _known("Qwen3Moe", 48, 2048, 6144, 32, 4, 151936, 40960, **_QWEN3_MOE),
     }

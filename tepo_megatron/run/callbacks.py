@@ -66,7 +66,7 @@ class Callbacks:
     @classmethod
     def of(cls, config: RunConfig, objects: Sequence[object] = ()) -> Callbacks:
         """``objects``: instances, or classes without arguments. Raises ValueError if one cannot be imported or made,
-        or has no method of :class:`Callback`.
+        or has no method of ``Callback``.
         """
         named = [(item, {}) if isinstance(item, str) else (item.callback, item.kwargs) for item in config.train.callbacks]
         made = [_make(name, kwargs) for name, kwargs in named]

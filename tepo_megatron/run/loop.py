@@ -242,7 +242,7 @@ class Loop:
         self.from_root(lambda rank0: None, unless=unless)
 
     def from_root(self, work: Callable[[Rank0], _T], *, unless: Callable[[], bool] = bool) -> _T | None:
-        """Broadcasts JSON values. Every rank calls. A :meth:`safe_point`, also during the work."""
+        """Broadcasts JSON values. Every rank calls. A ``safe_point``, also during the work."""
         answer: _T | None = None
         with contextlib.suppress(StopRequested):  # rank 0 tells all below
             answer = self.on_root(work)

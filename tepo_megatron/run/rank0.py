@@ -231,7 +231,7 @@ _T = TypeVar("_T")
 
 
 class _Servers:
-    """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none for a replay."""
+    """Servers on the trainer's GPUs start in ``wait_until_ready``, others in the background; none for a replay."""
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: dict[str, float]) -> None:
         self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost

@@ -21,7 +21,7 @@ from tepo_megatron.runtime.proc import STOPPED, Process
 INTERVAL_S = 2.0
 
 _STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its stacks into :func:`stacks_path`; SIGUSR1 is Slurm's."""
+"""Makes a rank write its stacks into ``stacks_path``; SIGUSR1 is Slurm's."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Heartbeat:
             self.moved()
 
     def close(self, ended: str) -> None:
-        """May be called twice, and before :meth:`start`."""
+        """May be called twice, and before ``start``."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

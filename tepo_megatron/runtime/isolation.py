@@ -35,7 +35,7 @@ PYTHON = (sys.executable, "-I", "-S")
 def confined(scripts: Sequence[str], identity: tuple[bool, int] | None = None) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yields a new folder, and what a child calls, as ``preexec_fn``, before it runs Python there. It may read ``scripts``.
 
-    The folder has the caller's name, so that :func:`sweep` removes it if the caller is killed.
+    The folder has the caller's name, so that ``sweep`` removes it if the caller is killed.
     """
     other_user, capabilities = identity or _identity()
     base = temporary_folder()

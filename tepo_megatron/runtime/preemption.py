@@ -55,12 +55,12 @@ def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signa
 
 
 class StopSignals:
-    """Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread; later only within
-    :meth:`interruptible`, elsewhere it sets :attr:`requested`. A thread ends the process after the grace time, or at a second
+    """Until ``defer`` the first signal raises ``StopRequested`` in the main thread; later only within
+    ``interruptible``, elsewhere it sets ``requested``. A thread ends the process after the grace time, or at a second
     Ctrl-C.
 
     ``grace_s``, ``warning_s``: seconds from SIGTERM and SIGUSR1; Ctrl-C and SIGHUP have no limit. Without ``ends`` a second
-    Ctrl-C raises KeyboardInterrupt. Signals ignored at :meth:`install` stay ignored.
+    Ctrl-C raises KeyboardInterrupt. Signals ignored at ``install`` stay ignored.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StopSignals:
             _current = before
 
     def install(self) -> StopSignals:
-        """Makes them this process's :func:`stop_signals`."""
+        """Makes them this process's ``stop_signals``."""
         global _current
         _current = self
         self._install()

@@ -88,7 +88,7 @@ class RunLock:
             return None
 
     def take(self) -> _Holder | None:
-        """Renews the lock until :meth:`release`; returns a stale lock's holder.
+        """Renews the lock until ``release``; returns a stale lock's holder.
 
         Raises ValueError if a run holds the folder, OSError if it cannot be written.
         """

@@ -3,7 +3,7 @@
 When standard input, the starter's pipe, closes, or on SIGTERM, the process group gets SIGTERM, the command first, then SIGKILL;
 then its temporary folder and shared memory are removed. The supervisor must lead its group (``start_new_session=True``).
 
-It records names in /dev/shm that its group has mapped; if it is killed too, :func:`sweep` removes them.
+It records names in /dev/shm that its group has mapped; if it is killed too, ``sweep`` removes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables and live views pass text through :func:`printable`."""
+"""Tables and live views pass text through ``printable``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Terminal(Console):
     """Shows escapes in a text as text; only its own styles act on the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escapes before the width is measured; :meth:`render` escapes the rest."""
+        """Escapes before the width is measured; ``render`` escapes the rest."""
         return super().render_str(printable(text, self.encoding), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -31,7 +31,7 @@ def _fault(value: Any, fault_of: Callable[[str], str | None]) -> str | None:
 
 
 def check_text(value: Any, place: str) -> None:
-    """Raises ValueError, with ``place``, for a :func:`text_fault`."""
+    """Raises ValueError, with ``place``, for a ``text_fault``."""
     fault = text_fault(value)
     if fault is not None:
         raise ValueError(f"{place} has {fault}; change it, or leave it out")
@@ -54,7 +54,7 @@ def parse_json(raw: bytes | str, what: object, kind: type = object) -> Any:
 
 
 def read_json(raw: bytes, what: str) -> Any:
-    """As :func:`parse_json`; raises ValueError for no Unicode too."""
+    """As ``parse_json``; raises ValueError for no Unicode too."""
     value = parse_json(raw, what)
     check_text(value, what)
     return value

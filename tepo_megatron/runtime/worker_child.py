@@ -77,7 +77,7 @@ def running_time() -> float:
 
 @asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """As ``asyncio.timeout``, but counts :func:`running_time`."""
+    """As ``asyncio.timeout``, but counts ``running_time``."""
     loop, end = asyncio.get_running_loop(), running_time() + seconds
     async with asyncio.timeout(None) as limit:
         timer = loop.call_later(seconds, lambda: check())
@@ -108,7 +108,7 @@ class _Served(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
     async def answer(self, *call: Any) -> Any: ...
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs an :meth:`answer`, unless it is ``concurrent``."""
+        """Runs an ``answer``, unless it is ``concurrent``."""
 
 
 def serve(

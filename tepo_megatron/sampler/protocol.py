@@ -44,7 +44,7 @@ class SampleStream(Protocol):
     def __exit__(self, *_exception: object) -> None: ...
 
     def __iter__(self) -> Iterator[KeyedResponse]:
-        """Raises as :meth:`next`."""
+        """Raises as ``next``."""
 
     @property
     def unfinished(self) -> int:
@@ -68,8 +68,8 @@ class SampleStream(Protocol):
     ) -> None:
         """Requests samples 0 to n − 1, or the numbers in ``only``.
 
-        A sample in ``continued`` continues a part from :meth:`abort`, and its response includes it. ``room`` limits new tokens.
-        Requests with one ``home`` share a prefix cache until :meth:`leave`.
+        A sample in ``continued`` continues a part from ``abort``, and its response includes it. ``room`` limits new tokens.
+        Requests with one ``home`` share a prefix cache until ``leave``.
 
         Raises ValueError for an empty prompt, n > 1 with temperature 0, and a part that leaves no room.
         """
@@ -91,7 +91,7 @@ class SampleStream(Protocol):
 class WeightReceiver(Protocol):
     """A run uses one method. It returns when every server uses the new weights for its next token.
 
-    An error leaves the weights undefined: ServerDied (then :meth:`Sampler.revive` and repeat), otherwise RuntimeError or
+    An error leaves the weights undefined: ServerDied (then ``Sampler.revive`` and repeat), otherwise RuntimeError or
     ValueError with the tensor.
     """
 
@@ -112,7 +112,7 @@ class WeightReceiver(Protocol):
 class Sampler(WeightReceiver, Protocol):
     """Draws responses on rank 0, as a context manager; an implementation inherits it.
 
-    Only :meth:`start` and streams may run in another thread. Methods may raise ServerDied.
+    Only ``start`` and streams may run in another thread. Methods may raise ServerDied.
     """
 
     def __enter__(self) -> Self:
@@ -135,7 +135,7 @@ class Sampler(WeightReceiver, Protocol):
         return self.addresses
 
     def start(self) -> None:
-        """Returns when ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""
+        """Returns when ready, or after ``stop``. Raises RuntimeError if a server fails."""
 
     def stop(self) -> None:
         """May be repeated."""
@@ -171,7 +171,7 @@ class Sampler(WeightReceiver, Protocol):
 
         Prompt ``i`` has the group seed ``prompt_seed(seed, i)``, or ``prompt_seed(seed, numbers[i])``. Temperature 0 is greedy
         and needs n = 1. ``on_group`` gets (prompt's index, responses), ``on_progress`` (prompts done, all), ``on_move`` runs
-        when a server made tokens. Raises as :meth:`SampleStream.submit` and ``next``.
+        when a server made tokens. Raises as ``SampleStream.submit`` and ``next``.
         """
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         done = 0

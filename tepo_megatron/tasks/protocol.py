@@ -83,7 +83,7 @@ class Task(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Excludes results that :meth:`poll` has returned."""
+        """Excludes results that ``poll`` has returned."""
 
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> ResponseStream:
         """``problem_of`` maps a request's key to its problem."""
@@ -91,7 +91,7 @@ class Task(Protocol):
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         """Returns a function that answers ``problems``, given their prompts in order. ``settings``: of
-        :meth:`Sampler.generate`.
+        ``Sampler.generate``.
         """
         return generate
 
@@ -102,7 +102,7 @@ class Task(Protocol):
         """New (key, result) pairs in any order, after at most ``timeout_s`` (None: no limit)."""
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """Results in order, after a :meth:`reset`."""
+        """Results in order, after a ``reset``."""
         self.reset()
         names = range(len(items)) if groups is None else groups
         sizes = Counter(names)

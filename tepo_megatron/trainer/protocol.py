@@ -76,7 +76,7 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> Sequence[TensorMeta]:
-        """Describes :meth:`stream`'s tensors in order. Not collective."""
+        """Describes ``stream``'s tensors in order. Not collective."""
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yields (Hugging Face name, full tensor) on rank 0 and (name, None) elsewhere. Every rank must exhaust it.
@@ -108,14 +108,14 @@ class WeightSource(Protocol):
 
     @property
     def adapter_manifest(self) -> Sequence[TensorMeta]:
-        """Describes :meth:`stream_adapters`."""
+        """Describes ``stream_adapters``."""
 
     @property
     def adapter_settings(self) -> AdapterSettings:
         """Called only with adapters, like the next method."""
 
     def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """As :meth:`stream`."""
+        """As ``stream``."""
 
 
 class Checkpoints(Protocol):
@@ -126,18 +126,18 @@ class Checkpoints(Protocol):
 
         ``state``, rank 0's, goes into ``state.json``, with ``step``, ``updates``, ``weights_digest``, ``model`` (path),
         ``reference_digest`` and ``identity`` (``describe_run``). With ``background`` training may continue at once; the
-        checkpoint has this call's values. Until :meth:`finish` the folder ends in ``.partial``. Every rank raises RuntimeError
+        checkpoint has this call's values. Until ``finish`` the folder ends in ``.partial``. Every rank raises RuntimeError
         if any cannot write; older checkpoints stay.
         """
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
-        """Returns None if nothing is unfinished, or without ``wait`` if a rank still writes. Raises as :meth:`begin`."""
+        """Returns None if nothing is unfinished, or without ``wait`` if a rank still writes. Raises as ``begin``."""
 
     def check(self, folder: Path) -> dict[str, Any]:
         """Reads every byte. Returns ``state`` with ``step`` added, or raises DamagedCheckpoint on every rank."""
 
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the result of :meth:`check`, which may be passed as ``checked``.
+        """Returns the result of ``check``, which may be passed as ``checked``.
 
         Raises DamagedCheckpoint before any restoring, and RuntimeError if the weights' digest is not the saved one.
         """
@@ -166,12 +166,12 @@ class Trainer(Protocol):
     def score(self, batch: Batch) -> Batch:
         """Adds ``old_logprobs_T``, ``old_entropy_T``, and ``reference_logprobs_T`` if needed, under the sampling temperature.
 
-        ``batch`` is a mini-batch; until the weights change, :meth:`update` computes the same bits. If a value is not finite,
+        ``batch`` is a mini-batch; until the weights change, ``update`` computes the same bits. If a value is not finite,
         all are NaN, and update skips it.
         """
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """Makes one AdamW step on a mini-batch from :meth:`score`, the same for any micro-batches and ranks.
+        """Makes one AdamW step on a mini-batch from ``score``, the same for any micro-batches and ranks.
 
         ``last`` must be true unless another update reads the weights next.
         """
@@ -193,7 +193,7 @@ class Trainer(Protocol):
         """
 
     def onload_weights_only(self) -> None:
-        """Enough for :attr:`weights` and :meth:`prompt_logprobs`."""
+        """Enough for ``weights`` and ``prompt_logprobs``."""
 
     def offload(self) -> None:
         """Moves everything to the host."""

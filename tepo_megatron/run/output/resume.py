@@ -107,7 +107,7 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
 
 
 def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
-    """Checks every byte. Every rank calls; all get the same checkpoint, or :func:`find_checkpoint`'s ValueError."""
+    """Checks every byte. Every rank calls; all get the same checkpoint, or ``find_checkpoint``'s ValueError."""
     # On a shared disk the ranks need not see the same at once: only rank 0's candidates count.
     folders = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
     checkpoint = _accepted(config, model_dir, _first_whole(map(Path, folders), engine.checkpoints.check))

@@ -30,7 +30,7 @@ from tepo_megatron.trainer.run_compatibility import is_allowed
 
 class RolloutCollector:
     """A repeated or dropped step gets the same prompts. For the main thread. ``fleet``: None for a replay. ``rollouts``: of
-    the last :meth:`collect`; ``drawn``: also those without a reward.
+    the last ``collect``; ``drawn``: also those without a reward.
     """
 
     def __init__(

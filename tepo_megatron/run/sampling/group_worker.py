@@ -79,7 +79,7 @@ class GroupWorker:
     clock: BusyClock
     decode: Callable[[Sequence[int]], str]
     seed: int
-    partial: bool  # at the end of :meth:`run` unfinished responses are kept for the next one
+    partial: bool  # at the end of ``run`` unfinished responses are kept for the next one
     on_progress: Callable[[], None]
     phase: Callable[[str], AbstractContextManager[None]]
     _sampling: int = field(init=False, default=0)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 class Fleet(ServerPool, Sampler):
     """By placement: ``"external"`` servers are left running; ``"colocated"`` ones sleep after start, revival and update, until
-    :meth:`wake_up`.
+    ``wake_up``.
     """
 
     @property

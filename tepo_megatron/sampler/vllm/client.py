@@ -64,7 +64,7 @@ class Client:
     """Requests to one server, from several threads.
 
     Raises ServerSilent after ``timeout_s``, ServerFault if the server cannot be reached, fails (status 5xx) or answers wrongly,
-    RuntimeError for a refusal. Samples, but those drawn first, and receiving weights have no time limit; :meth:`close` ends
+    RuntimeError for a refusal. Samples, but those drawn first, and receiving weights have no time limit; ``close`` ends
     them. ``asleep``: freed memory. ``routed``: responses must have their experts. ``versions_apart``: versions share no cached
     prompts. ``pool`` is one per server, so that a hanging one blocks no others.
     """
@@ -147,7 +147,7 @@ class Client:
 
         ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others, is short and has the
         time limit of those that are no streams: ServerSilent where the server sends nothing for so long. ``cached`` gets, for
-        each sample, the tokens of the prompt that came from the prefix cache. ``is_aborted``: :meth:`abort` was called, and
+        each sample, the tokens of the prompt that came from the prefix cache. ``is_aborted``: ``abort`` was called, and
         unfinished samples come in part. Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
         """
         self._check_awake()

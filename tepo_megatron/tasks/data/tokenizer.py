@@ -76,7 +76,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Puts the begin token before what :meth:`encode` returns."""
+        """Puts the begin token before what ``encode`` returns."""
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
         """Returns ids up to the answer. Special tokens' texts in a content stay plain text. Raises ValueError if the
@@ -88,7 +88,7 @@ class Tokenizer(ABC):
         )
 
     def open_chat_ids(self, messages: Sequence[AnyMessage]) -> tuple[list[int], list[int]]:
-        """As :meth:`chat_ids`, apart behind the last message's content, which may continue there."""
+        """As ``chat_ids``, apart behind the last message's content, which may continue there."""
         return self.chat_ids(messages), []
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:

@@ -287,7 +287,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class AgentSession:
-    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`); one event loop. A refusal fails
+    """Connects an agent (``ask``) with its episode (``wait``, ``give``); one event loop. A refusal fails
     the episode.
     """
 

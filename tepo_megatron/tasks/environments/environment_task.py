@@ -31,7 +31,7 @@ _UNKNOWN_RESULT = "its episode was played before the interruption, and what came
 
 
 class EnvironmentTask(Task):
-    """:meth:`submit` and :meth:`score` look up rewards of ended episodes. ``max_length``: tokens of prompt and turns."""
+    """``submit`` and ``score`` look up rewards of ended episodes. ``max_length``: tokens of prompt and turns."""
 
     verifier = None
     scores_groups = False

@@ -83,7 +83,7 @@ class EnvironmentService:
         return self._workers.notice
 
     def serve(self) -> None:
-        """Returns after :meth:`stop`."""
+        """Returns after ``stop``."""
         threading.Thread(target=self._http.serve_forever, name="environment-http", daemon=True).start()
         try:
             while not self._stopped.is_set():

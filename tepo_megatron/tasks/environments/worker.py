@@ -1,7 +1,7 @@
 """The worker process of ``EnvironmentWorkers``, which imports neither torch nor NumPy (``runtime.worker_child``).
 
 A call is ``[number, episode's number, call]`` with ``["reset", problem, seed, alone]``, ``["step", *response]`` (as their
-``to_json``) or ``["end"]``. An answer is ``{"error": text}``, empty for ``end``, or a :class:`StepResult`; its observation is
+``to_json``) or ``["end"]``. An answer is ``{"error": text}``, empty for ``end``, or a ``StepResult``; its observation is
 ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null.
 """
 

@@ -149,7 +149,7 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
 
     @classmethod
     def agent_setup(cls, config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-        """Adds this machine's settings to :meth:`shared_setup`; None without an agent. Writes a missing key file."""
+        """Adds this machine's settings to ``shared_setup``; None without an agent. Writes a missing key file."""
         if config.adapter != "agent":
             return None
         settings = config.agent_settings

@@ -36,7 +36,7 @@ class JudgeError(RuntimeError):
 class Judge:
     """Asks a model to score each response; a worker has up to ``reward.concurrency`` requests open.
 
-    A missing reply, a status other than 200 or a reply without a score raises :class:`JudgeError`. Transient errors (no
+    A missing reply, a status other than 200 or a reply without a score raises ``JudgeError``. Transient errors (no
     connection, status 408, 409, 425, 429 or 5xx) are retried ``retries`` times, after 0.5, 1, 2, … seconds or as the server
     asks; ``reward.timeout_s`` limits all tries. Each worker remembers the last ``cache`` replies.
 

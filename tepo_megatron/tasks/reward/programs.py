@@ -112,7 +112,7 @@ _INSTRUCTIONS: Mapping[str, tuple[int, Callable[..., tuple[int, ...]]]] = {
 
 
 class StackMachine:
-    """As :class:`PythonTests`. ``tests``: pairs of inputs (at most three) and the result: ``[[[3, 5, 1], 16], …]``."""
+    """As ``PythonTests``. ``tests``: pairs of inputs (at most three) and the result: ``[[[3, 5, 1], 16], …]``."""
 
     def __init__(self, steps: int = 1000, depth: int = 100, partial: bool = False) -> None:
         for name, value in (("steps", steps), ("depth", depth)):

@@ -136,7 +136,7 @@ class _Peer:
         self.broken = False
 
     def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Raises what the operation raises there, or :class:`_Ended`."""
+        """Raises what the operation raises there, or ``_Ended``."""
         values = [*args, *kwargs.values()]
         message = ["ask", operation, [self.encode(value) for value in args], {k: self.encode(v) for k, v in kwargs.items()}]
         try:

@@ -51,7 +51,7 @@ class StepSetting:
     repeats: int
 
     def run(self, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[_StepMeasurement]:
-        """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an
+        """Methods alternate on the same weights and tokens. ``before``: see ``source_of``. Raises ValueError for an
         invalid setting, RuntimeError if a rank fails or log-probs differ.
         """
         if self.size not in SIZES:

@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class _Ours:
-    """Has the methods of :class:`MegatronStep`; every rank calls."""
+    """Has the methods of ``MegatronStep``; every rank calls."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

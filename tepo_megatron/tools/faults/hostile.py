@@ -24,7 +24,7 @@ ESCAPES = ("\x1b[2J", "\x1b[31m", "\x1b]0;title\x07", "\x9b1A", "\r", "\b", "\x7
 """They act on a terminal, or on the order of its characters."""
 
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-"""These are the special tokens of :func:`chat_tokenizer`, with the ids 0 to 3."""
+"""These are the special tokens of ``chat_tokenizer``, with the ids 0 to 3."""
 
 TOKENS = (*SPECIAL, "<s>", "</s>", "<eos>", "<unk>", "<pad>", "<|im_start|>user\n", "<|im_end|>", "<|endoftext|>", "[INST]")
 MARKUP = ("[/]", "[bold]", "[link=file:///etc]", "\\", "{", "{{ 1 }}", "{% raise %}", "%s", "${oc.env:HOME}", "<script>")
@@ -153,7 +153,7 @@ def write_tokenizer(folder: Path, wrong: str = "", random: Hostile | None = None
 Entry = Callable[[Path, Hostile], object]
 ENTRIES: dict[str, Entry] = {}
 """Each entry feeds its border one hostile value, drawn by the random numbers, in an empty folder. An error of ours
-(:func:`errors.is_ours`) says that it was refused; any other, such as an AssertionError, that something is lost.
+(``errors.is_ours``) says that it was refused; any other, such as an AssertionError, that something is lost.
 """
 
 

@@ -150,7 +150,7 @@ def import_model(
 ) -> None:
     """Writes weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), which any layout can read.
 
-    Keeps dtypes. ``vpp``: chunks of a stage. Raises as :func:`export_model`.
+    Keeps dtypes. ``vpp``: chunks of a stage. Raises as ``export_model``.
     """
     spec, weights = read_model_spec(source), StoredWeights.open(source)
     spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)

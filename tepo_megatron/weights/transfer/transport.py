@@ -31,7 +31,7 @@ _JOINED, _LEFT = "joined", "left"
 class TransferGroup(Protocol):
     """Point-to-point messages, identified by both ranks and a number, with equal sizes at both ends.
 
-    Messages of one :meth:`round` travel together. Two ranks start theirs in the same order, round by round.
+    Messages of one ``round`` travel together. Two ranks start theirs in the same order, round by round.
     """
 
     cancelled: Callable[[], bool]
@@ -47,7 +47,7 @@ class TransferGroup(Protocol):
         """Messages start only inside, at least one per block."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """``data`` is contiguous, and must not change until :meth:`wait`."""
+        """``data`` is contiguous, and must not change until ``wait``."""
 
     def receive(self, data: Tensor, peer: int, number: int) -> None: ...
 
@@ -105,7 +105,7 @@ class TransportSpec:
 
 
 def listen(host: str) -> tuple[Store, str]:
-    """The place for :func:`connect` is a file at a loopback address, otherwise a port of ``host`` only."""
+    """The place for ``connect`` is a file at a loopback address, otherwise a port of ``host`` only."""
     if is_loopback(host):
         # The file stays: a process that still asks whether a member has left would wait for a missing file.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")

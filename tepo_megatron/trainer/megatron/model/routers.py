@@ -86,7 +86,7 @@ class Routers:
             self._counting = False
 
     def load(self) -> Tensor | None:
-        """Returns int64 [layers, experts]: tokens in the last :meth:`counted`, over all ranks. Every rank calls."""
+        """Returns int64 [layers, experts]: tokens in the last ``counted``, over all ranks. Every rank calls."""
         if self._balance.kind != "aux_loss":
             return None
         load_LE = self._loads_LE - self._before_LE

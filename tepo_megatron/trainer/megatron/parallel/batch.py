@@ -121,7 +121,7 @@ class Share:
 
 
 def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
-    """``num_tokens``: at least :func:`padded_tokens`, and a multiple of 2 · cp if cp > 1."""
+    """``num_tokens``: at least ``padded_tokens``, and a multiple of 2 · cp if cp > 1."""
     padded = _pad(micro, num_tokens, ranks.cp)
     cu_seqlens, longest = padded.cu_seqlens, int(padded.lengths_S.max())
     # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of

@@ -39,7 +39,7 @@ class Policy:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, Any] = field(repr=False)
-    """Includes experts' biases, not parameters. Complete after :meth:`finish_gather`."""
+    """Includes experts' biases, not parameters. Complete after ``finish_gather``."""
 
     overlaps_gather: bool = False  # then the next forward pass after a step gathers each bucket
     lora: Lora | None = None

@@ -47,7 +47,7 @@ class OptimizerStates:
                     yield name, state, _read(adam, main, state)
 
     def restore(self, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-        """Call :meth:`spread` afterwards. ``values`` are fp32 [local elements]."""
+        """Call ``spread`` afterwards. ``values`` are fp32 [local elements]."""
         adam, main, local = self._held(param)
         if local.start != local.stop:
             _write(adam, main, values, updates=updates)

@@ -64,7 +64,7 @@ class _IpcGroup:
         self._pending[peer, number] = lambda: _wait_for(signals)
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Data from slots is complete after :meth:`wait`."""
+        """Data from slots is complete after ``wait``."""
         slots = self._read.get(peer)
         if slots is None:
             self._gloo.receive(data, peer, number)
