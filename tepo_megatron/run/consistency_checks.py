@@ -102,7 +102,7 @@ def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str
     return {f"staleness/kl_{value}": float(kl[age == value].mean()) for value in age.unique().tolist()}
 
 
-CACHED_TOKENS = 2
+CACHED_TOKENS = 1
 
 _LENGTH = 32
 _STALE_SHARE = 0.01

@@ -63,6 +63,8 @@ class Loop:
         except _WorkFailed as failed:
             self.finish_save()
             if self.step > self.stopping.saved_step:
+                sentence = f"{failed.error}; the run saves and ends"  # first, since the save may fail, too
+                self.on_root(lambda rank0: rank0.output.message(sentence))
                 self.save_before_leaving(failed)
             raise failed.error from failed.error.__cause__
 

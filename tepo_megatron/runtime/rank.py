@@ -56,7 +56,7 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
     except StopRequested as stop:
         return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
     except Exception as error:
-        if signals.requested is not None and not signals.at_risk():
+        if signals.requested is not None and not signals.at_risk() and not getattr(error, _REPORTED, False):
             return _leave(StopRequested(signals.requested).exit_code)  # the error follows from the stop
         _report(error)
         return 1

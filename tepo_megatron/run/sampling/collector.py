@@ -110,6 +110,7 @@ class RolloutCollector:
         rollouts = [replace(rollout, group=index) for index, group in enumerate(decided) for rollout in group.rollouts()]
         results = [group.results[sample] for group in decided for sample in range(len(group.samples))]
         rollouts = [rollout for rollout in self._rewards.reward(rollouts, results, step) if rollout.group < len(batch)]
+        self._rewards.leave_out(rollouts)  # raises before a step that cannot be trained on is in the journal
         self._figures |= figures
         with self._phase("journal"):
             # The entry is written last: the files that it refers to must exist.

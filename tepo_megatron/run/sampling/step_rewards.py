@@ -93,8 +93,8 @@ def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) ->
     whole = len(trained_places(rollouts, rollout))
     if whole < config.fewest_sequences and whole < len(rollouts):
         raise RuntimeError(
-            f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step} were cut, and rollout.truncated = mask "
-            f"trains on none of them: the {whole} others are too few for {_ranks(config)}; raise "
+            f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step + 1} were cut, and rollout.truncated = "
+            f"mask trains on none of them: the {whole} others are too few for {_ranks(config)}; raise "
             "rollout.sampling.max_new_tokens, or set rollout.truncated = train"
         )
     penalised = [_penalised(rollout, config.rollout) for rollout in rollouts]

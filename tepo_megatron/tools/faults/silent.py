@@ -256,7 +256,8 @@ class _World:
             pairs = [
                 pair for reading in readings.values() for pair in zip(reading.logprobs, reading.logprobs_without, strict=True)
             ]
-            figures["cache"] = max(abs(through - without) for through, without in pairs)
+            if pairs:  # or else another token was drawn
+                figures["cache"] = max(abs(through - without) for through, without in pairs)
             with _noting(caught, "cache"):
                 canary.check_cache(step, readings)
             parts = [self._sample()]

@@ -196,7 +196,9 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
 
 
-def test_steps_before_an_error_of_the_rewards_are_saved(reference_run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_failed", [0.5, 1.0])
+def test_steps_before_an_error_of_the_rewards_are_saved(max_failed: float, reference_run: Any, tmp_path: Path) -> None:
+    """The failed step is sampled and rewarded again, also if it was only too small to be trained on."""
     gone = tmp_path / "gone"
 
     def judge(problem: Any, response: str) -> float:
@@ -209,13 +211,14 @@ def test_steps_before_an_error_of_the_rewards_are_saved(reference_run: Any, tmp_
             if step == 2:
                 gone.touch()
 
-    settings = {"train": {"steps": 3, "save_every": 0, "resume": "auto"}}
+    settings = {"train": {"steps": 3, "save_every": 0, "resume": "auto"}, "reward.max_failed": max_failed}
     whole = reference_run({**settings, "output": str(tmp_path / "whole")}, reward=judge).run()
     run = reference_run(settings, callbacks=[Ends()], reward=judge)
-    with pytest.raises(RuntimeError, match=r"4 of 4 rewards of step 3 failed, .* the judge does not answer") as caught:
+    with pytest.raises(RuntimeError, match=r"4 of 4 rewards (of step 3 )?failed, .* the judge does not answer") as caught:
         run.run()
     assert is_ours(caught.value)
     assert run.noted("save ") == ["save 2"]
+    assert any("the judge does not answer" in text and text.endswith("; the run saves and ends") for text in run.said)
     assert "an error ends the run: saved step_000002; continue with the same command and --resume" in run.said
     gone.unlink()
     assert reference_run(settings, reward=judge).run().digest == whole.digest

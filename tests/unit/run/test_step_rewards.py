@@ -196,7 +196,7 @@ def test_a_step_of_which_the_mask_leaves_too_little_stops_the_run() -> None:
     step = [rollout(0, 8, 0.0, cut=True), rollout(0, 8, 0.0, cut=True), rollout(0, 2, 1.0)]
     apply_overlong(step, long(), 3)
     apply_overlong([*step, rollout(0, 2, 1.0)], long(truncated="mask"), 3)
-    with pytest.raises(RuntimeError, match=r"2 of the 3 responses of step 3 were cut, .* the 1 others are too few"):
+    with pytest.raises(RuntimeError, match=r"2 of the 3 responses of step 4 were cut, .* the 1 others are too few"):
         apply_overlong(step, long(truncated="mask"), 3)
 
 
