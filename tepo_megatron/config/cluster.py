@@ -73,9 +73,9 @@ class ClusterConfig(Section):
     @field_validator("time_limit", mode="before")
     @classmethod
     def _as_written(cls, value: Any) -> Any:
-        # YAML reads 24:00:00 as a number to base 60
-        if type(value) is not int or value < 0:
+        if type(value) is not int or value < 3600:
             return value
+        # YAML reads 24:00:00 as a number to base 60
         hours, seconds = divmod(value, 3600)
         days = f"{hours // 24}-" if hours >= 100 else ""
         return f"{days}{hours % 24 if days else hours:02}:{seconds // 60:02}:{seconds % 60:02}"

@@ -67,8 +67,10 @@ def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
     return ""
 
 
-def read_peer_file(name: str, file: Path) -> str:
+def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> str:
     """Returns YAML. NeMo-RL's ``defaults`` name files beside it, which come below it. Raises ValueError."""
+    if file.resolve() in children:
+        raise ValueError(f"{file} is its own parent by defaults; correct the file")
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -77,12 +79,15 @@ def read_peer_file(name: str, file: Path) -> str:
     if name != "nemo-rl" or not isinstance(raw, DictConfig):
         return text
     named = raw.get("defaults")
-    listed = [named] if isinstance(named, str) else list(named or ())
+    listed = [named] if isinstance(named, str) else list(named) if isinstance(named, ListConfig) else []
     parents = [file.parent / item for item in listed if isinstance(item, str) and (file.parent / item).is_file()]
     if not parents or len(parents) < len(listed):
         return text
     del raw["defaults"]
-    return OmegaConf.to_yaml(OmegaConf.merge(*(_parsed(read_peer_file(name, parent)) for parent in parents), raw))
+    below = [_parsed(read_peer_file(name, parent, (*children, file.resolve()))) for parent in parents]
+    if wrong := [parent for parent, content in zip(parents, below, strict=True) if not isinstance(content, DictConfig)]:
+        raise ValueError(f"{wrong[0]} has no settings, and {file} names it in defaults; correct one of the two")
+    return OmegaConf.to_yaml(OmegaConf.merge(*below, raw))
 
 
 def _parsed(text: str) -> DictConfig | ListConfig:
@@ -293,6 +298,8 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         **_clip(result, usual if low is None else low, usual if high is None else high, dual),
         **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, "colocated", result, left),  # type: ignore[arg-type]
     }
+    if actor.get("megatron.sequence_parallel") is False:
+        made["engine.parallel.sequence_parallel"] = False
     warmup, ratio = actor.get("optim.lr_warmup_steps") or -1, actor.get("optim.lr_warmup_steps_ratio") or 0
     if warmup <= 0 and steps:
         warmup = math.ceil(ratio * steps)
@@ -367,4 +374,5 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["train.max_staleness"] = read.get("grpo.async_grpo.max_trajectory_age_steps", 1)
     if read.get("logger.wandb_enabled"):
         made["log.wandb.project"] = read.get("logger.wandb.project", "nemo-rl")
+        made["log.wandb.name"] = read.get("logger.wandb.name")
     return made

@@ -281,9 +281,11 @@ def test_the_json_schema_closes_every_section() -> None:
 
 @pytest.mark.parametrize(
     ("written", "expected"),
-    [("24:00:00", "24:00:00"), ("00:30:05", "00:30:05"), ("200:00:00", "8-08:00:00"), ("3600", "01:00:00")],
+    [("24:00:00", "24:00:00"), ("00:30:05", "00:30:05"), ("200:00:00", "8-08:00:00"), ("1:00:00", "01:00:00")],
 )
 def test_a_time_that_yaml_reads_as_a_number_is_a_time(written: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"cluster: {{time_limit: {written}}}")
     for config in (load_run(None, [f"cluster.time_limit={written}"]), load_run(tmp_path / "run.yaml")):
         assert config.cluster.time_limit == expected
+    with pytest.raises(ConfigError, match=r"cluster\.time_limit: got 60; allowed: text"):  # minutes for Slurm
+        load_run(None, ["cluster.time_limit=60"])

@@ -120,9 +120,20 @@ def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> Non
     assert not any("defaults" in sentence for sentence in left)
     child.write_text("{defaults: gone.yaml, policy: {train_global_batch_size: 512}}")
     assert any("its files are not beside this one" in text for text in convert("nemo-rl", read_peer_file("nemo-rl", child))[1])
+    for content, said in (("{defaults: child.yaml}", "its own parent"), ("{defaults: list.yaml}", "has no settings")):
+        child.write_text(content)
+        (tmp_path / "list.yaml").write_text("- 1")
+        with pytest.raises(ValueError, match=said):
+            read_peer_file("nemo-rl", child)
     for path, said in ((tmp_path / "gone.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ValueError, match=f"{path} cannot be read: {said}"):
             read_peer_file("trl", path)
+
+
+def test_a_logger_that_is_off_stays_off() -> None:
+    wandb = "wandb: {project: dev, name: mine}"
+    assert not any(name.startswith("log.wandb") for name in convert("nemo-rl", f"logger: {{wandb_enabled: false, {wandb}}}")[0])
+    assert convert("nemo-rl", f"logger: {{wandb_enabled: true, {wandb}}}")[0]["log.wandb.name"] == "mine"
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
