@@ -73,10 +73,14 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
         folder = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
     elif not folder.is_dir():
         name = PurePath(source.partition("@")[0]).name
-        if name not in KNOWN_MODELS:
-            name = name.removesuffix("-Instruct")
+        base = name.removesuffix("-Instruct")
         if name not in KNOWN_MODELS and source.startswith(HUB):
-            return read_model_spec(hub_folder(source, "model", files=("config.json",))), None
+            try:
+                return read_model_spec(hub_folder(source, "model", files=("config.json",))), None
+            except ValueError:
+                if base not in KNOWN_MODELS:
+                    raise
+        name = name if name in KNOWN_MODELS else base
         if name not in KNOWN_MODELS:
             raise ValueError(
                 f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "

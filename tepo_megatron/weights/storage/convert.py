@@ -272,8 +272,8 @@ def _model_of(source: Path) -> Path:
     state = source / "state.json"
     if not state.is_file():
         if not (source / "config.json").is_file():
-            newest = next(iter(sorted((source / "checkpoints").glob("step_*/state.json"), reverse=True)), None)
-            example = "step_XXXXXX that has a state.json" if newest is None else f"such as {newest.parent}"
+            whole = [path.parent for path in (source / "checkpoints").glob("step_*/state.json") if "." not in path.parent.name]
+            example = f"such as {max(whole)}" if whole else "step_XXXXXX that has a state.json"
             raise ValueError(f"{source} is not a finished checkpoint; give a folder {example}")
         return source
     try:

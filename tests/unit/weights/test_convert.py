@@ -353,9 +353,9 @@ def test_a_checkpoint_says_what_it_needs(model: Path, checkpoint: Path, tmp_path
     (checkpoint / "state.json").unlink()
     with pytest.raises(ValueError, match="is a checkpoint that was not finished"):
         export_model(checkpoint, tmp_path / "other", model=moved)
-    for number in (1, 20):
-        (tmp_path / f"run/checkpoints/step_{number:06d}").mkdir(parents=True)
-        (tmp_path / f"run/checkpoints/step_{number:06d}/state.json").touch()
+    for name in ("step_000001", "step_000020", "step_000030.abandoned"):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "run/checkpoints" / name / "state.json").touch()
     with pytest.raises(ValueError, match=r"run is not a finished checkpoint; give a folder such as .*step_000020$"):
         export_model(tmp_path / "run", tmp_path / "out")
     with pytest.raises(ValueError, match="nothing is not a finished checkpoint"):
