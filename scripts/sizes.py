@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_323,
-    "tests, lines": 40_010,
-    "docs and docstrings, words": 109_610,
+    "package, lines": 49_339,
+    "tests, lines": 40_039,
+    "docs and docstrings, words": 109_640,
     "public classes and functions": 824,
     "modules": 266,
     "modules below 60 lines": 41,

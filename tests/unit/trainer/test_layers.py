@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tepo_megatron.config import EngineConfig, Fp8Config, LoraConfig
+from tepo_megatron.config import EngineConfig, Fp8Config, LoraConfig, ModelConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import RUN_CHECKS
 from tepo_megatron.trainer.megatron import gpu as packages
@@ -31,7 +32,8 @@ from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
 from tepo_megatron.trainer.megatron.model.lora import Lora
-from tepo_megatron.trainer.megatron.model.model import Layers
+from tepo_megatron.trainer.megatron.model.model import Layers, transformer_config
+from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.trainer.megatron.parallel.positions import rotate_packed
 from tepo_megatron.weights.adapters import AdapterBlock
 from tepo_megatron.weights.architecture import ModelSpec
@@ -51,6 +53,17 @@ def test_fusions_are_asked_for_where_their_kernels_are(kind: Any, wgrad: bool) -
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     silu: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False, "activation_func": torch.nn.functional.silu}
     TransformerConfig(**{**sizes, **silu, **options})
+
+
+@pytest.mark.parametrize(("kind", "platform", "fused"), [("local", "cpu", True), ("local", "cuda", False)])
+def test_packed_sequences_are_turned_at_once_where_a_function_can(
+    kind: Any, platform: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", rotate_packed if platform == "cpu" else None)
+    where = Platform(platform, torch.device("cpu"), "gloo")
+    assert (
+        transformer_config(SPEC, ModelConfig(dtype="float32"), EngineConfig(), where, Layers(kind)).apply_rope_fusion is fused
+    )
 
 
 # -- whose kernels -------------------------------------------------------------------------------------------------------------
