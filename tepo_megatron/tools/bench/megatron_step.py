@@ -46,6 +46,7 @@ class _PackedBuilder(PolicyBuilder):
         megatron, chunks = super()._chunks()
         megatron.calculate_per_token_loss = False
         megatron.variable_seq_lengths = True
+        megatron.apply_rope_fusion = False
         return megatron, chunks
 
 
