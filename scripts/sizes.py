@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_340,
+    "package, lines": 49_341,
     "tests, lines": 40_039,
     "docs and docstrings, words": 109_640,
     "public classes and functions": 824,

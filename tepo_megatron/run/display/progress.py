@@ -42,7 +42,8 @@ class Progress:
 
     def start(self, config: RunConfig) -> None:
         self._steps = config.train.steps
-        self._write(f"run {config.name}: {self._steps} steps of {config.model.path}, output in {config.output}")
+        name = "run" if config.name == "run" else f"run {config.name}"
+        self._write(f"{name}: {self._steps} steps of {config.model.path}, output in {config.output}")
 
     def phase(self, name: str) -> None:
         self._end_phase()
