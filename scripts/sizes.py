@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_341,
-    "tests, lines": 40_039,
+    "package, lines": 49_342,
+    "tests, lines": 40_042,
     "docs and docstrings, words": 109_640,
     "public classes and functions": 824,
     "modules": 266,

@@ -54,6 +54,7 @@ KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "Llama", 80, 8192, 28672, 64, 8, 128256, 131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE
         ),
         "Llama-3.1-8B": _known("Llama", 32, 4096, 14336, 32, 8, 128256, 131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE),
+        "Qwen2-7B": _known("Qwen2", 28, 3584, 18944, 28, 4, 152064, 131072, rms_norm_eps=1e-6),
         "Qwen2.5-1.5B": _known("Qwen2", 28, 1536, 8960, 12, 2, 151936, 131072, rms_norm_eps=1e-6, tie_word_embeddings=True),
         "Qwen2.5-32B": _known("Qwen2", 64, 5120, 27648, 40, 8, 152064, 131072),
         "Qwen2.5-72B": _known("Qwen2", 80, 8192, 29568, 64, 8, 152064, 131072),

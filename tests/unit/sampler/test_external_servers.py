@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,7 +184,8 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
             lambda: setattr(made[1], "alive", False),
         ]
     )
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time.sleep", lambda _: next(turns)())
+    watch = SimpleNamespace(sleep=lambda _: next(turns)(), monotonic=time.monotonic)  # other threads sleep, too
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time", watch)
     with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
         serve_node(config, model_dir=Path("model"), node=1, nodes=2)
     assert first[:2] == [None, None]  # the other node's
