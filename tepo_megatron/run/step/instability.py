@@ -164,9 +164,7 @@ class ObjectiveWatch:
             effect = "no response has reached the clip range"
         else:
             return ""
-        bounds = [bound_for_share(counts_B, self.SHARE) for counts_B in moves]
-        names = [f"objective.trust_region.{name}" for name in ("low", "high")]
-        fitting = " ".join(f"{name}={bound:.2g}" for name, bound in zip(names, bounds, strict=True) if bound)
-        now = ", ".join(f"{name} = {value}" for name, value in (("low", region.low), ("high", region.high)))
+        bounds = {name: bound_for_share(counts_B, self.SHARE) for name, counts_B in zip(("low", "high"), moves, strict=True)}
+        fitting = " ".join(f"objective.trust_region.{name}={bound:.2g}" for name, bound in bounds.items() if bound)
         remedy = f"{fitting} would clip a tenth" if fitting else "look at objective.trust_region"
-        return f"{effect} in each of the last {self.STEPS} steps, with {now}; {remedy}"
+        return f"{effect} in each of the last {self.STEPS} steps, with low = {region.low}, high = {region.high}; {remedy}"

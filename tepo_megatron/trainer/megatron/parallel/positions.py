@@ -10,18 +10,20 @@ from torch import Tensor
 
 def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
     """Returns int64 [T]: rank 0's T/cp tokens first. Lengths are multiples of 2 · cp."""
-    offsets, lengths_S = cu_seqlens.long(), cu_seqlens.diff().long()
-    index_T = torch.repeat_interleave(torch.arange(lengths_S.numel(), device=offsets.device), lengths_S)
-    position_T = torch.arange(index_T.numel(), device=offsets.device) - offsets[index_T]
-    chunk_T = position_T * (2 * cp) // lengths_S[index_T]
+    index_T, position_T = _places(cu_seqlens)
+    chunk_T = position_T * (2 * cp) // cu_seqlens.diff().long()[index_T]
     return torch.minimum(chunk_T, 2 * cp - 1 - chunk_T).argsort(stable=True)
 
 
 def local_positions(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
     """Returns int64 [T/cp]: the position in its sequence of each of a rank's tokens."""
-    offsets, lengths_S = cu_seqlens.long(), cu_seqlens.diff().long()
-    position_T = torch.arange(int(offsets[-1]), device=offsets.device) - offsets[:-1].repeat_interleave(lengths_S)
+    position_T = _places(cu_seqlens)[1]
     return position_T if cp == 1 else position_T[rank_order(cu_seqlens, cp).view(cp, -1)[cp_rank]]
+
+
+def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    index_T = torch.repeat_interleave(cu_seqlens.diff().long())
+    return index_T, torch.arange(index_T.numel(), device=index_T.device) - cu_seqlens.long()[index_T]
 
 
 def rotate_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
