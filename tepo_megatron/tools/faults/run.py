@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -214,15 +214,13 @@ class _OutcomeLog:
         for name, entries in self._outcomes.items():
             if name == "silent":
                 entries = [entry for entry in entries if not entry["details"]]  # the others have the table above
-            if name != _ENDING and entries:
-                is_long = len(entries) > _LONGEST
-                parts += [f"### {name}", "", *[f"Of {len(entries)} those that were lost."] * is_long, ""]
-                rows = [
-                    (self._shown(entry["fault"]), entry["result"], _seconds(entry["recovery_s"]), self._shown(entry["said"]))
-                    for entry in entries
-                    if entry["result"] == "lost" or not is_long
-                ]
-                parts.append(markdown(("fault", "result", "recovery", "what was said"), rows))
+            if name != _ENDING and 0 < len(entries) <= _LONGEST:
+                alike = defaultdict[tuple[str, ...], list[str]](list)
+                for entry in entries:
+                    text = self._shown(entry["said"].replace(entry["fault"], "…"))
+                    alike[entry["result"], _seconds(entry["recovery_s"]), text].append(self._shown(entry["fault"]))
+                rows = [(", ".join(faults), *row) for row, faults in alike.items()]
+                parts += [f"### {name}", "", markdown(("fault", "result", "recovery", "what was said"), rows)]
         path.write_text("\n".join(parts), encoding="utf-8")
         return path
 
