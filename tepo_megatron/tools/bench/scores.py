@@ -43,7 +43,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _CPU_COPY_BYTES = 2**28
-_SCRATCH_BYTES = 2**30  # written before timing on a GPU: empties its cache, and the CPU can launch ahead
+_SCRATCH_BYTES = 2**30  # written before timing on a GPU: empties its cache
+_AHEAD_CYCLES = 20_000_000  # then about 10 ms of waiting, in which the CPU launches everything
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ def _timed(work: Callable[[], R], device: torch.device) -> tuple[R, float]:
         start = time.perf_counter()
         return work(), time.perf_counter() - start
     _scratch().zero_()
+    torch.cuda._sleep(_AHEAD_CYCLES)
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
     result = work()

@@ -126,9 +126,10 @@ def test_figures_are_counts_of_tests_and_shares_of_a_copys_bandwidth_or_refused(
     assert tests(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
     row = {"tokens": 8192, "vocab": 16032, "dtype": "bf16", "peak_extra": 0.004, "forward_collectives": 0}
     row |= {"backward_collectives": 0, "shard_bytes": 4e9, "copy_gbps": 4000.0, "forward_ms": 1.25, "backward_ms": 2.5}
-    other, file = {**row, "method": "dense torch"}, tmp_path / "scores-cuda-tp1.json"
+    other, file = {**row, "method": "dense"}, tmp_path / "scores-cuda-tp1.json"
     file.write_text(json.dumps({"results": [{**row, "method": "triton"}, other]}))
-    assert kernels(tmp_path, "") == {"V 16032, triton": {"of a copy": [0.8, 0.8], "peak extra": 0.004}}
+    shown = {"of a copy": [0.8, 0.8], "forward ms": 1.25, "backward ms": 2.5, "peak extra": 0.004}
+    assert kernels(tmp_path, "") == {"V 16032, triton": shown, "V 16032, dense": shown}
     file.write_text(json.dumps({"results": [other]}))
     for figures, printed, message in (
         (tests, "5 skipped in 0.10s", "no test passed"),
