@@ -47,7 +47,8 @@ make_build_venv() {
     say "making $work/venv with torch $TORCH and CUDA's libraries (2.5 GB)"
     "$python" -m venv "$work/venv"
     "$work/venv/bin/python" -m pip install -qq "torch==$TORCH" setuptools wheel pybind11 ninja packaging einops onnx onnxscript \
-      transformers tensorboard typer rich pyarrow matplotlib psutil sentencepiece httpx pyyaml safetensors pytest pytest-timeout hypothesis
+      transformers tensorboard typer rich pyarrow matplotlib psutil sentencepiece httpx pyyaml safetensors pytest pytest-timeout hypothesis \
+      aiohttp annotated-doc numba prometheus-client py-cpuinfo pillow opencv-python-headless tiktoken urllib3 uvloop # for vLLM
     touch "$work/venv/.done"
   fi
 }

@@ -44,6 +44,8 @@ PYTHON
     "$python" -c 'import transformer_engine.pytorch' || return
   fi
   if [[ -e $site/vllm ]]; then
+    # It has no flashinfer, which vLLM's sampler imports without asking.
+    export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
     "$python" -c 'import vllm.entrypoints.openai.api_server, vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu.model_runner' || return
   fi
 }
