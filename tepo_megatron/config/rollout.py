@@ -37,7 +37,7 @@ class _SpeculativeConfig(Section):
 class ServerConfig(Section):
     placement: Literal["local", "colocated", "external"] = "local"
     """``local``: the trainer starts servers on its machine's free GPUs. ``colocated``: on its own GPUs, in turns, on one
-    machine; not run on a GPU yet. ``external``: by ``tepo serve``, listed in ``registry``; ``tepo launch`` sets both.
+    machine. ``external``: by ``tepo serve``, listed in ``registry``; ``tepo launch`` sets both.
     """
 
     registry: Path | None = None
