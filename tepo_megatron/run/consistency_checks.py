@@ -16,7 +16,7 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.sampling.step_rewards import most_stale, token_ages, trained_places
 from tepo_megatron.run.step.minibatches import members
-from tepo_megatron.sampler.protocol import CacheReading, Sampler
+from tepo_megatron.sampler.protocol import CacheReading, ReadBack, Sampler
 from tepo_megatron.weights.architecture import ModelSpec
 
 
@@ -53,12 +53,14 @@ class Canaries:
         self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
         started = time.perf_counter()
+        share = check_read_back(step, fleet.read_back())
         gap = self._canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
         cache_gap = self._canary.check_cache(step, fleet.read_through_cache(self._cached_prompt, CACHED_TOKENS))
         # No figures of checks at other steps, after a start of servers: a resumed run has the same rows.
         if step % self._config.rollout.canary.every == 0 and not is_logged:
             seconds = time.perf_counter() - started
-            self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap, "time/canary": seconds}
+            self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap}
+            self._figures |= {"canary/read_back": share, "time/canary": seconds}
 
     def check_rollouts(self, step: int, parts: Sequence[Batch], rollouts: Sequence[Rollout]) -> None:
         config = self._config
@@ -170,6 +172,20 @@ class Tolerances(NamedTuple):
             "canary/rollouts_worst_group": float(mean.max()),
             "canary/rollouts_max_gap": float(largest.max()),
         }
+
+
+def check_read_back(step: int, results: Mapping[str, ReadBack]) -> float:
+    """Returns the smallest share of weights that was compared. Raises RuntimeError."""
+    wrong = [
+        f"{url} has {len(result.changed)}: {', '.join(result.changed[:8])}" for url, result in results.items() if result.changed
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"weights {step}: parameters of servers do not have the values that the trainer sent, though all arrived: "
+            f"{'; '.join(wrong)}. They were loaded into the wrong place, not at all, or changed since; samples would be of "
+            "other weights. Start again with --resume, which starts new servers"
+        )
+    return min((result.share for result in results.values()), default=0.0)
 
 
 class Canary:

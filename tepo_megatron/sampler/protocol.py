@@ -203,6 +203,9 @@ class Sampler(WeightReceiver, Protocol):
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         """Returns, by address, log-probs of up to ``n`` tokens drawn after ``prompt``, with the prefix cache and without."""
 
+    def read_back(self) -> dict[str, ReadBack]:
+        """Compares, by address, the weights in use with those of the last update, bit by bit."""
+
     def figures(self) -> dict[str, float]:
         """Covers the time since the last call."""
 
@@ -213,6 +216,13 @@ class CacheReading(NamedTuple):
     logprobs: list[float]
     logprobs_without: list[float]
     cached_tokens: int
+
+
+class ReadBack(NamedTuple):
+    """``changed``: names of parameters that are not as the trainer sent them. ``share`` of elements that could be compared."""
+
+    changed: list[str]
+    share: float
 
 
 class SamplerOptions(TypedDict):

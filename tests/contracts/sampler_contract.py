@@ -173,6 +173,10 @@ def calls(sampler: Sampler) -> None:
     returned("figures", sampler.figures(), dict)
     returned("prompt_logprobs", sampler.prompt_logprobs(PROMPTS[0]), dict)
     returned("read_through_cache", sampler.read_through_cache(PROMPTS[0], 2), dict)
+    returned("read_back", sampler.read_back(), dict)
+    assert not any(result.changed for result in sampler.read_back().values()), (
+        "read_back: the weights have changed by themselves"
+    )
     sampler.sleep()
     send(sampler, 0)
     sampler.wake_up()

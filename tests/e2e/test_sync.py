@@ -72,7 +72,7 @@ def sync(rank: int, _world: int, out: Path, kind: str) -> dict[str, Any]:
     engine = make_engine(document)
     config = engine.config
     fleet: Fleet | None = None
-    report: dict[str, Any] = {"syncs": [], "urls": []}
+    report: dict[str, Any] = {"syncs": [], "urls": [], "kind": kind}
     if rank == 0:
         options: Any = {"dtype": config.model.dtype, "stop_token_ids": TOKENIZER.eos_ids, "adapter_rank": config.adapter_rank}
         fleet = Fleet(config.rollout.server, model_dir=MODEL, log_dir=out, trained=True, **options)
@@ -92,8 +92,8 @@ def sync(rank: int, _world: int, out: Path, kind: str) -> dict[str, Any]:
             if fleet is not None:
                 greedy = fleet.generate(PROMPTS, n=1, temperature=0.0, max_new_tokens=24, seed=0)
                 version = greedy[0][0].weights_version
-                seen = {"greedy": [group[0].response_ids.tolist() for group in greedy], "canary": canary_gap}
-                seen |= {"step": version.step, "digest": version.digest}
+                seen: dict[str, Any] = {"greedy": [group[0].response_ids.tolist() for group in greedy], "canary": canary_gap}
+                seen |= {"step": version.step, "digest": version.digest, "read back": fleet.read_back()}
                 report["syncs"].append(
                     seen | {"logprob_gap": float(gap.abs().max()), "mismatch_kl": float((gap.exp() - gap - 1).mean())}
                 )
@@ -142,6 +142,12 @@ def test_logprobs_of_server_and_trainer_agree_on_real_rollouts_and_on_the_canary
         assert seen["logprob_gap"] < 3e-4  # the largest of all tokens, in fp32: 1.01e-4 was seen on an AMD EPYC
         assert seen["mismatch_kl"] < 1e-6
         assert seen["canary"] < 1e-4
+
+
+def test_the_server_computes_with_what_the_trainer_sent_bit_by_bit(world: World) -> None:
+    full = world[1]["kind"] == "full"
+    for seen in world[1]["syncs"]:
+        assert list(seen["read back"].values()) == [([], 1.0 if full else 0.0)]  # adapters are not compared
 
 
 def test_nothing_is_computed_before_the_first_sync(world: World) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, CacheReading, KeyedResponse, Sampler, SamplerOptions
+from tepo_megatron.sampler.protocol import (
+    INITIAL_WEIGHTS,
+    NO_SERVERS,
+    CacheReading,
+    KeyedResponse,
+    ReadBack,
+    Sampler,
+    SamplerOptions,
+)
 from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 
@@ -110,6 +118,9 @@ class ReferenceSampler(Sampler):
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         ((response,),) = self.generate([prompt], n=1, temperature=1.0, max_new_tokens=n, seed=0)
         return {"reference": CacheReading(response.logprobs.tolist(), response.logprobs.tolist(), 0)}
+
+    def read_back(self) -> dict[str, ReadBack]:
+        return {"reference": ReadBack([], 1.0)}
 
     def _logits(self, ids: Sequence[int]) -> Tensor:
         """[tokens, vocabulary], after each of ``ids``."""

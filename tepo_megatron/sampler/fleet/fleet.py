@@ -10,7 +10,7 @@ from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, Sampler, SamplerSpec, ServerDied
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, ReadBack, Sampler, SamplerSpec, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.resources import check_machine_serves, check_server_split, cores_of_servers
@@ -69,6 +69,9 @@ class Fleet(ServerPool, Sampler):
         if version is None:
             raise RuntimeError("the servers do not have the current weights; update their weights first")
         return self._ask_all(lambda client: client.read_through_cache(prompt, n, version))
+
+    def read_back(self) -> dict[str, ReadBack]:
+        return self._ask_all(Client.read_back)
 
     def _ask_all(self, question: Callable[[Client], T]) -> dict[str, T]:
         answers: dict[str, T] = {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
 from tepo_megatron.runtime.text import parse_json
-from tepo_megatron.sampler.protocol import CacheReading
+from tepo_megatron.sampler.protocol import CacheReading, ReadBack
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.sampler.vllm.wire import (
@@ -24,6 +24,7 @@ from tepo_megatron.sampler.vllm.wire import (
     ADAPTER_NAME,
     FACTS,
     PROGRESS,
+    READ_BACK,
     SAMPLES,
     USE_ADAPTER,
     BadAnswer,
@@ -213,6 +214,15 @@ class Client:
         # after a different token the scores are of another text
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return CacheReading(cached.logprobs[:same].tolist(), fresh.logprobs[:same].tolist(), counts[0] if is_first else 0)
+
+    def read_back(self) -> ReadBack:
+        self._check_awake()
+        reply = self._post(READ_BACK)
+        try:
+            return ReadBack([str(name) for name in reply["changed"]], float(reply["share"]))
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{self.url} answered with something else than what its weights are: {error!r} (POST {READ_BACK})"
+            raise ServerFault(message, url=self.url) from error
 
     def pause(self, *, keep_cache: bool = False) -> None:
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))

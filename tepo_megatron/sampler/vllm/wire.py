@@ -27,6 +27,7 @@ SAMPLES = "/tepo/samples"
 ABORT = "/tepo/samples/abort"  # answered with the parts
 PROGRESS = "/progress"
 FACTS = "/tepo/facts"
+READ_BACK = "/tepo/read_back"
 USE_ADAPTER = "/use_adapter"
 
 KEY_VARIABLE = "VLLM_API_KEY"

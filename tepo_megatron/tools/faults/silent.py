@@ -24,7 +24,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances
+from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances, check_read_back
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -75,7 +75,7 @@ ALL: tuple[_SilentFault, ...] = (
     *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
 )
 _ROUNDING = 3.0  # multiple of bfloat16's rounding below which an error counts as none
-CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
+CHECKS = ("transfer", "read back", "prompt", "version", "cache", "rollouts")
 
 
 class _SilentFaults(FaultClass):
@@ -249,6 +249,8 @@ class _World:
         ours = self.engine.prompt_logprobs(self.prompt)
         theirs = self.fleet.prompt_logprobs(self.prompt)
         figures["prompt"] = max(abs(a - b) for values in theirs.values() for a, b in zip(ours, values, strict=True))
+        with _noting(caught, "read back"):
+            check_read_back(step, self.fleet.read_back())
         with _noting(caught, "prompt"):
             canary.check(step, self.prompt, ours, theirs)
         with _noting(caught, "version"):

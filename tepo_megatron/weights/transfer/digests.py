@@ -102,13 +102,14 @@ class TensorDigests:
         keys = torch.arange(3, 2 * len(values) + 2, 2)
         return total.index_add_(0, torch.tensor(index), torch.stack(values).cpu() * keys)
 
+    def different(self, other: Tensor) -> dict[str, tuple[int, int]]:
+        """Returns by name the other's digest and this one, unsigned."""
+        pairs = (other.tolist(), self.as_tensor().tolist())
+        values = {name: tuple(digests[index] % 2**64 for digests in pairs) for name, index in self._index.items()}
+        return {name: (sent, arrived) for name, (sent, arrived) in values.items() if sent != arrived}
+
     def differences(self, other: Tensor) -> list[str]:
-        sent, arrived = other.tolist(), self.as_tensor().tolist()
-        return [
-            f"{name!r} (sent {sent[index] % 2**64:016x}, arrived {arrived[index] % 2**64:016x})"
-            for name, index in self._index.items()
-            if sent[index] != arrived[index]
-        ]
+        return [f"{name!r} (sent {a:016x}, arrived {b:016x})" for name, (a, b) in self.different(other).items()]
 
 
 @lru_cache(maxsize=32)

@@ -178,8 +178,8 @@ def receive(
     params: Mapping[str, Tensor],
     wire: torch.dtype,
     complete: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Calls ``complete(name)`` for each complete parameter.
+) -> dict[int, Tensor]:
+    """Calls ``complete(name)`` for each complete parameter. Returns the peers' digests, for ``changed_since``.
 
     Raises RuntimeError with a failed message's tensors and peer, or tensors with another digest.
     """
@@ -199,7 +199,22 @@ def receive(
         ahead = number + WINDOW
         arriving[ahead] = {peer: exchange.buffer(message, peer, ahead) for peer, message in exchange.messages(ahead)}
         exchange.start(arriving[ahead], ahead)
-    exchange.compare_digests()
+    return exchange.compare_digests()
+
+
+def changed_since(
+    digests: Mapping[int, Tensor], incoming: Queues, params: Mapping[str, Tensor], wire: torch.dtype
+) -> list[str]:
+    """Returns the names in ``params`` whose values are no longer those that ``receive`` has written."""
+    changed: dict[str, None] = {}
+    for peer, queue in incoming.items():
+        current = TensorDigests(segment.end.name for message in queue for segment in message)
+        for message in queue:
+            for name, segments in groupby(message, key=_name):
+                parts = [segment.view(params[name], wire).to(wire).flatten() for segment in segments if name in params]
+                current.add(name, digest(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.int64))
+        changed |= dict.fromkeys(name for name in current.different(digests[peer]) if name in params)
+    return list(changed)
 
 
 class _Exchange:
@@ -271,7 +286,7 @@ class _Exchange:
                 self._computed[key] = digest(values)
             self.digests[peer].add(name, self._computed[key])
 
-    def compare_digests(self) -> None:
+    def compare_digests(self) -> dict[int, Tensor]:
         sent = {
             peer: torch.zeros(len(digests), dtype=torch.int64, device=self._devices[peer])
             for peer, digests in self.digests.items()
@@ -280,13 +295,15 @@ class _Exchange:
         wrong = []
         for peer, digests in self.digests.items():
             self.wait(peer)
-            wrong += [f"{what} from rank {peer}" for what in digests.differences(sent[peer].cpu())]
+            sent[peer] = sent[peer].cpu()
+            wrong += [f"{what} from rank {peer}" for what in digests.differences(sent[peer])]
         if wrong:
             named = "; ".join(wrong[:_MAX_NAMED]) + (f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else "")
             raise RuntimeError(
                 f"{len(wrong)} tensors did not arrive as they were sent: {named}. "
                 "The bytes changed between the two ranks; check memory and network of their machines"
             )
+        return sent
 
 
 def _split(message: _WireMessage, data: Tensor) -> Iterator[tuple[_MessageSegment, Tensor]]:

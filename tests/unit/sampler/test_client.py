@@ -100,6 +100,12 @@ def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> N
         client.prompt_logprobs((4, 9, 7))
 
 
+@pytest.mark.parametrize("reply", [b"{}", b'{"changed": null, "share": 1}', b'{"changed": [], "share": "all"}'])
+def test_an_answer_without_shares_says_nothing_about_weights(serve: Serve, reply: bytes) -> None:
+    with pytest.raises(RuntimeError, match=f"^{URL} answered with something else than what its weights are"):
+        serve(200, reply).read_back()
+
+
 def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_still() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +21,16 @@ from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.transfer import digests as module
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, digest, fingerprint
-from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, move_ends, numel_of, queues, wire_dtype
+from tepo_megatron.weights.transfer.move import (
+    MoveEnd,
+    Queues,
+    changed_since,
+    message_bytes,
+    move_ends,
+    numel_of,
+    queues,
+    wire_dtype,
+)
 from tepo_megatron.weights.transfer.transports import find_transport
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.transfers import SIZES, Mailbox, assert_all_arrives, blank, carry_out, mailboxes, setting
@@ -50,15 +60,16 @@ def test_the_smaller_dtype_travels(source: torch.dtype, to: torch.dtype, wire: t
             assert torch.equal(moved.destination_region.view(got[moved.destination_param]), given.to(to))
 
 
+def typed(params: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.float32 if "bias" in name else dtype) for name, tensor in params.items()}
+
+
 @settings(max_examples=10, deadline=None)
 @given(limit=st.sampled_from([6, 64, 2**20]), kept=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, kept: torch.dtype) -> None:
     """Also where a message ends within one. A message has one digest of each parameter, whose parts are next to each other."""
     spec = small_spec(architecture="Glm4MoeForCausalLM", experts=MOE["Glm4MoeForCausalLM"], dense_layers=1, dense_ffn_size=8)
     plan, sources, expected = setting(Case(spec, MegatronParallel(2, 2, 2, ep=2), VllmParallel(2), {}))
-
-    def typed(params: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(torch.float32 if "bias" in name else dtype) for name, tensor in params.items()}
 
     sources = [typed({name: tensor.sin() for name, tensor in params.items()}, torch.bfloat16) for params in sources]
     found = [typed(blank(params), kept) for params in expected]
@@ -72,6 +83,32 @@ def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, k
         wanted = {name: expected[rank][name].sin().float() for name in got if name.endswith(EXPERT_BIAS)}
         assert len(wanted) == spec.num_layers - 1
         assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), case=cases(), limit=st.sampled_from([64, 2**20]), kept=st.sampled_from([BF16, F32]))
+def test_what_changes_after_it_arrived_is_named(data: st.DataObject, case: Case, limit: int, kept: torch.dtype) -> None:
+    plan, sources, expected = setting(case)
+    found, arrived = [typed(blank(params), kept) for params in expected], dict[int, Any]()
+    receive = move.receive
+
+    def noting(box: Mailbox, incoming: Queues, *rest: Any) -> dict[int, Tensor]:
+        digests = receive(box, incoming, *rest)
+        arrived[box.rank - plan.num_sources] = digests, incoming
+        return digests
+
+    with mock.patch.object(move, "receive", noting):
+        carry_out(plan, [typed(params, BF16) for params in sources], found, limit=limit)
+    victim = data.draw(st.sampled_from(sorted(rank for rank in arrived if arrived[rank][0])))
+    digests, incoming = arrived[victim]
+    assert changed_since(digests, incoming, found[victim], BF16) == []
+    moved = data.draw(st.sampled_from(list(plan.receives(victim))))
+    part = moved.destination_region.view(found[victim][moved.destination_param])
+    index = tuple(data.draw(st.integers(0, size - 1)) for size in part.shape)
+    part[index] = part[index] * 2 + 1
+    assert changed_since(digests, incoming, found[victim], BF16) == [moved.destination_param]
+    others = {name: param for name, param in found[victim].items() if name != moved.destination_param}
+    assert changed_since(digests, incoming, others, BF16) == []
 
 
 class Damaging(Mailbox):

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import WorkerBase
 
 from tepo_megatron.sampler.vllm.plugin.patches import hold_adapters
 from tepo_megatron.sampler.vllm.wire import DUMMY_FORMAT
@@ -72,6 +73,7 @@ class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ign
     _group: TransferGroup | None = None
     _loader: ShardLoader | None = None
     _order: ReceiveOrder | None = None
+    _arrived: dict[int, Tensor] | None = None
     _adapters = False
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
@@ -137,7 +139,7 @@ class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ign
     def _receive_shards(self, group: TransferGroup, loader: ShardLoader) -> None:
         assert self._order is not None
         try:
-            move.receive(group, self._order.incoming, loader, self._order.wire, loader.complete)
+            self._arrived = move.receive(group, self._order.incoming, loader, self._order.wire, loader.complete)
         except Exception as error:
             worker = self.parallel_config.rank
             raise RuntimeError(f"the weight update failed in worker {worker} of this server: {error}") from error
@@ -152,10 +154,22 @@ class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ign
         if self._loader is None:
             _process_tied_heads(self.model)
 
+    @torch.no_grad()
+    def read_back(self) -> tuple[list[str], float]:
+        """Returns the names of parameters whose values are not those of the last update, and the share of elements compared."""
+        if self._arrived is None or self._loader is None or self._order is None:
+            return [], 0.0
+        plain, share = self._loader.plain()
+        return move.changed_since(self._arrived, self._order.incoming, plain, self._order.wire), share
+
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group = self._loader = self._order = None
+        self._group = self._loader = self._order = self._arrived = None
+
+
+# The server's own route calls it in every worker by this name.
+WorkerBase.tepo_read_back = lambda worker: worker.weight_transfer_engine.read_back()
 
 
 def _process_tied_heads(model: torch.nn.Module) -> None:
@@ -194,6 +208,7 @@ class _DummyWeights(DummyModelLoader):  # type: ignore[misc]
 
 Place = tuple[torch.nn.Module, str]
 
+_MOST_UNPACKED = 2**32  # multiplications: under a second
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 _ONLINE = (OnlineLinearBase, OnlineMoEMethodBase)
 _ONLINE_WITHIN_A_SHARD = (Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMethod)
@@ -263,6 +278,27 @@ class ShardLoader(Mapping[str, Tensor]):
         for module, attribute in (first, *others):
             param = getattr(module, attribute)
             param.weight_loader(param, param.data)  # a copy onto itself: what counts is that vLLM counts it
+
+    def plain(self) -> tuple[dict[str, Tensor], float]:
+        """Returns the parameters that the model computes with as they arrived, and their share of all elements."""
+        plain: dict[str, Tensor] = {}
+        room = _MOST_UNPACKED
+        for name, places in self._places.items():
+            module, attribute = places[0]
+            if isinstance(getattr(module, "quant_method", None), (UnquantizedFusedMoEMethod, *_ONLINE)):
+                continue  # kernels may want experts in another order
+            param, original = getattr(module, attribute), get_layerwise_info(module).restore_metadata[0].get(attribute)
+            if original is None or param.shape == original.shape:
+                plain[name] = param
+            elif current_platform.is_cpu() and original.dim() == 2 and original.numel() * original.shape[1] <= room:
+                room -= original.numel() * original.shape[1]
+                # A packed weight: what a linear computes of the unit vectors. It loses the sign of zeros.
+                units = torch.eye(original.shape[1], dtype=original.dtype)
+                linear: Any = module.cpu_linear
+                weight = linear(units, param, None).T
+                if weight.all():
+                    plain[name] = weight
+        return plain, sum(self._given[name] for name in plain) / sum(self._given.values())
 
     def _check(self) -> None:
         wanted = {name: _wanted(places[0]) for name, places in self._places.items()}

@@ -25,6 +25,7 @@ from tepo_megatron.sampler.vllm.wire import (
     FACTS,
     KEY_VARIABLE,
     PROGRESS,
+    READ_BACK,
     SAMPLES,
     USE_ADAPTER,
     head_frame,
@@ -65,7 +66,8 @@ class Middleware:
         self._has_weights = not os.environ.get(AWAITS_VARIABLE)
         self._open: dict[str, list[str]] = {}
         """Request id → the engine's names of its samples."""
-        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: _progress, FACTS: _facts, USE_ADAPTER: _use_adapter}
+        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: _progress, FACTS: _facts}
+        self._routes |= {USE_ADAPTER: _use_adapter, READ_BACK: _read_back}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -211,6 +213,12 @@ async def _facts(request: Request) -> Response:
     attention = re.findall(r"Attention\w*\(.*backend=(\w+)", "\n".join(await engine.collective_rpc("get_model_inspection")))
     runner = f"Model Runner V{1 + engine.vllm_config.use_v2_model_runner}"
     return JSONResponse({"facts": ", ".join([runner, *sorted(set(attention))])})
+
+
+async def _read_back(request: Request) -> Response:
+    workers = await request.app.state.engine_client.collective_rpc("tepo_read_back")
+    changed = [f"{name} in worker {number}" for number, (names, _) in enumerate(workers) for name in names]
+    return JSONResponse({"changed": changed, "share": min(share for _, share in workers)})
 
 
 async def _use_adapter(request: Request) -> Response:
