@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_342,
-    "tests, lines": 40_042,
+    "package, lines": 49_446,
+    "tests, lines": 40_114,
     "docs and docstrings, words": 109_640,
-    "public classes and functions": 824,
+    "public classes and functions": 827,
     "modules": 266,
     "modules below 60 lines": 41,
     "largest folder, files": 19,

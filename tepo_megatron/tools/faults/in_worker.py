@@ -21,7 +21,9 @@ class FaultyWorker:
         _restore(runner)
         _spoil_loader(fault, rank)
         kind, scale = fault["kind"], float(fault["scale"])
-        if kind == "temperature":
+        if kind == "noise":
+            _round_by_batch(runner.model)
+        elif kind == "temperature":
             _wrong_temperature(runner.sampler, scale)
         elif kind in ("buffer lost", "rotary base"):
             for module in runner.model.modules():
@@ -32,10 +34,24 @@ class FaultyWorker:
 
 def _restore(runner: Any) -> None:
     runner.sampler.__dict__.pop("apply_temperature", None)
+    runner.model.__dict__.pop("compute_logits", None)
     for module in runner.model.modules():
         if (retained := module.__dict__.pop("_tepo_right", None)) is not None:
             module.base = retained[0]
             module.cos_sin_cache.copy_(retained[1])
+
+
+def _round_by_batch(model: Any) -> None:
+    """A GPU's kernels depend on the shape of the batch: logits differ by up to one unit of bfloat16's last place."""
+    right = model.compute_logits
+
+    def compute_logits(hidden: Tensor, *rest: Any) -> Tensor:
+        logits = right(hidden, *rest)
+        rows, columns = (torch.arange(size) for size in logits.shape)
+        mixed = (rows[:, None] * 7919 + columns * 104729 + len(rows) * 1299709) * 2654435761
+        return (logits.float() * (1 + ((mixed >> 16) % 3 - 1) * 0.004)).to(logits.dtype)
+
+    model.__dict__["compute_logits"] = compute_logits
 
 
 def _wrong_temperature(sampler: Any, scale: float) -> None:

@@ -137,12 +137,13 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
     seen = {"size": 1.0, "figures": {"prompt": 2.0}, "clean": clean, "caught": {"prompt": "a sentence"}}
     small = {"size": 0.1, "figures": {"prompt": 0.02}, "clean": clean, "caught": {}}
     fault, control = SILENT_FAULTS[0], ALL[0]
-    coarse = next(each for each in ALL if each.server == "dense bf16" and each.kind != "none")
+    coarse, noise = (next(item for item in ALL if item.kind == kind and "bf16" in item.server) for kind in ("stale", "noise"))
     for what, result, outcome in (
         (fault, [seen, small], "refused"),
         (fault, [small], "lost"),
-        (coarse, [small], "survived"),  # what rounding does, too
-        (coarse, [{**small, "figures": {"prompt": 0.04}}], "lost"),
+        (coarse, [small], "lost"),
+        (noise, [small], "survived"),
+        (noise, [seen], "lost"),
         (control, [seen], "lost"),
         (fault, [{**seen, "caught": {"transfer": "the update failed"}}], "lost"),  # another fault than was injected
         (control, [small], "survived"),
