@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_446,
-    "tests, lines": 40_114,
-    "docs and docstrings, words": 109_640,
+    "package, lines": 49_467,
+    "tests, lines": 40_115,
+    "docs and docstrings, words": 109_810,
     "public classes and functions": 827,
     "modules": 266,
     "modules below 60 lines": 41,

@@ -207,12 +207,13 @@ def changed_since(
 ) -> list[str]:
     """Returns the names in ``params`` whose values are no longer those that ``receive`` has written."""
     changed: dict[str, None] = {}
+    nothing = torch.zeros((), dtype=torch.int64, device=next(iter(params.values()), torch.empty(0)).device)
     for peer, queue in incoming.items():
         current = TensorDigests(segment.end.name for message in queue for segment in message)
         for message in queue:
             for name, segments in groupby(message, key=_name):
                 parts = [segment.view(params[name], wire).to(wire).flatten() for segment in segments if name in params]
-                current.add(name, digest(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.int64))
+                current.add(name, digest(torch.cat(parts)) if parts else nothing)
         changed |= dict.fromkeys(name for name in current.different(digests[peer]) if name in params)
     return list(changed)
 
