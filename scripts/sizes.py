@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 49_467,
-    "tests, lines": 40_115,
+    "tests, lines": 40_128,
     "docs and docstrings, words": 109_810,
     "public classes and functions": 827,
     "modules": 266,

@@ -173,7 +173,7 @@ class ReferenceTrainer:
         except NotFiniteError:
             return {}
         noise = noise_quantiles(first, second, few)
-        self.counters["entropy_noise"] = noise["entropy/noise/p99"]
+        self.counters["entropy_noise"] = noise["entropy/noise/p50"]
         return noise
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:

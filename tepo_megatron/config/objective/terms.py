@@ -73,8 +73,8 @@ class KLMask(KLTerm):
     """
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
-    """``measured`` only: nats by which entropy must fall. ``auto``: twice the 99th percentile of ``entropy/noise``
-    (``engine.noise_every``), at least 1e-5, above fp32 rounding. Our interpretation: ``auto``.
+    """``measured`` only: nats by which entropy must fall. ``auto``: the median of ``entropy/noise`` (``engine.noise_every``),
+    at least 1e-5, above fp32 rounding (docs/reference/masks.md). Our interpretation: ``auto``.
     """
 
     selects_tokens: ClassVar[bool] = True

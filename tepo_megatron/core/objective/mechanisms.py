@@ -62,7 +62,7 @@ def _kl_mask(term: KLMask, step: StepValues) -> _Mechanism:
 
 
 def entropy_falls(term: KLMask, noise: float, values: TokenValues) -> Tensor:
-    """Returns bool [T]. A measured fall counts above the tolerance, ``auto``: twice the noise (nats), above fp32 rounding."""
+    """Returns bool [T]. A measured fall counts above the tolerance, ``auto``: the noise (nats), above fp32 rounding."""
     if term.falling == "covariance":
         return values.covariance_T > 0
     if term.falling == "first_order":
@@ -74,7 +74,7 @@ def entropy_falls(term: KLMask, noise: float, values: TokenValues) -> Tensor:
         return values.advantage_T * values.entropy_slope_T < 0
     if values.entropy_change_T is None:
         raise ValueError("objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step")
-    return values.entropy_change_T < -(max(1e-5, 2 * noise) if term.tolerance == "auto" else term.tolerance)
+    return values.entropy_change_T < -(max(1e-5, noise) if term.tolerance == "auto" else term.tolerance)
 
 
 def _clip_cov(region: TrustRegion, step: StepValues) -> _Mechanism | None:

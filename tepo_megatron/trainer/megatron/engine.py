@@ -167,7 +167,7 @@ class Engine:
             noise = self.forward.measure_noise(self.policy.chunks, batch, self.config.engine.noise_sequences)
         except NotFiniteError:  # the step's own scores raise it too and are skipped
             return {}
-        self.counters.entropy_noise = noise["entropy/noise/p99"]
+        self.counters.entropy_noise = noise["entropy/noise/p50"]
         return noise
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.studies import mask_noise
 from scripts.studies.compare_masks import by_entropy
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
@@ -24,10 +26,12 @@ from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, 
 from tepo_megatron.tools.bench.rollouts import RolloutSetting
 from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
 from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepSetting, source_of
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.cli import invoke
 from tests.support.launch import run_dist
+from tests.support.random_models import draw_rollouts
 
 
 def recipe_setting(**changes: Any) -> RecipeSetting:
@@ -247,6 +251,15 @@ def test_shares_of_masks_by_hand_and_in_parts_by_entropy() -> None:
     assert (low["entropy"], low["masked"]["first_order"], low["masked"]["measured"]) == (pytest.approx([0.1, 0.2]), 0.5, 0.0)
     assert (high["entropy"], high["masked"]["first_order"], high["masked"]["measured"]) == (pytest.approx([0.3, 0.4]), 1.0, 0.5)
     assert math.isnan(empty["masked"]["measured"])
+
+
+def test_a_mask_with_the_median_of_the_noise_finds_more_than_with_twice_its_99th_percentile() -> None:
+    rows = {(row.rate, row.noise, row.way): row for row in mask_noise.study(pack(draw_rollouts([24] * 16)))}
+    assert len(rows) == 6 * len(mask_noise.RATES) * len(mask_noise.LOGIT_NOISE)
+    for rate, noise in itertools.product(mask_noise.RATES, mask_noise.LOGIT_NOISE):
+        median, twice = (rows[rate, noise, f"measured, {way}"] for way in ("median of the noise", "twice the 99th percentile"))
+        assert median.recall >= twice.recall
+        assert 0 < median.recall_by_size <= 1
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ class Counters:
     updates: int = 0  # without skipped steps
     updates_skipped: int = 0
 
-    entropy_noise: float = 0.0  # nats, 99th percentile of the last measurement
+    entropy_noise: float = 0.0  # nats, median of the last measurement
 
     clip_range: tuple[float, float] | None = None  # (low, high) that the last step's ratios gave for ``auto`` bounds
 
