@@ -30,12 +30,8 @@ ROOT = Path(__file__).parents[2]
 RANGES = {"megatron-core": MEGATRON_RANGE, "transformer-engine": TE_RANGE, "triton": TRITON_RANGE, "vllm": VLLM_RANGE}
 PINNING = (
     "scripts/setup_cpu.sh",
-    "requirements/cpu.in",
-    "requirements/cpu.txt",
-    "requirements/gpu.txt",
-    "requirements/test.txt",
     "docker/pins.txt",
-    "docs/reference/gpu.md",
+    *(f"requirements/{name}" for name in ("cpu.in", "cpu.txt", "gpu.txt", "test.txt")),
 )
 
 
