@@ -175,7 +175,7 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_res
     tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
     train(f"output={out}", *SMALL, replay, "train.resume=true", *tokens, runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
-    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY}  # what only servers can answer
+    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY, "canary/read_back"}  # what only servers can answer
     assert without_times(out) == [{k: v for k, v in row.items() if k not in asked} for row in without_times(trained)]
     same_bytes(out, trained, "model/model.safetensors")
     (found,) = token_files(out).values()
