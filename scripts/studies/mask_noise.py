@@ -10,18 +10,20 @@ added to every logit, as large as the last place of bfloat16 at logits of anothe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from scripts.studies.options import study_parser
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.scores import logprob_and_entropy, rerounded
+from tepo_megatron.core.scores import logprob_and_entropy, noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -30,7 +32,6 @@ from tepo_megatron.trainer.packing import pack
 
 RATES = (1e-6, 5e-6, 2e-5, 1e-4)
 LOGIT_NOISE = {"none": 0.0, "0.016": 0.016, "0.06": 0.06}  # half a unit of bfloat16's last place at logits of 4 and of 16
-Weights = Mapping[str, Tensor]
 
 
 class _Row(NamedTuple):
@@ -54,70 +55,50 @@ class _Model:
         self._model.eval()
         self.weights = {name: param.detach().clone() for name, param in self._model.named_parameters()}
 
-    def gradient(self, advantages_T: Tensor) -> dict[str, Tensor]:
-        logprob_T = self._scores(self.weights, torch.float32).logprob
-        (-(advantages_T * logprob_T)[self._batch.loss_mask_T].mean()).backward()
+    def gradient_signs(self, advantages_T: Tensor) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            logprob_T = self.scores(self.weights, torch.float32).logprob
+            (-(advantages_T * logprob_T)[self._batch.loss_mask_T].mean()).backward()
         return {name: param.grad.sign() for name, param in self._model.named_parameters()}
 
-    @torch.no_grad()
     def scores(
-        self, weights: Weights, dtype: torch.dtype, noise: float = 0.0, seed: int = 0, *, again: bool = False
+        self, weights: Mapping[str, Tensor], dtype: torch.dtype, noise: float = 0.0, seed: int = 0, *, again: bool = False
     ) -> TokenScores:
         """``again``: of weights that are rounded once more."""
-        return self._scores(weights, dtype, noise, torch.Generator().manual_seed(seed), again=again)
-
-    def _scores(
-        self,
-        weights: Weights,
-        dtype: torch.dtype,
-        noise: float = 0.0,
-        generator: torch.Generator | None = None,
-        *,
-        again: bool = False,
-    ) -> TokenScores:
         model, batch = self._model.to(dtype), self._batch
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(weights[name])
-        if again:
-            with rerounded(param.data for param in model.parameters()):
-                return self._of_sequences(model, batch, noise, generator)
-        return self._of_sequences(model, batch, noise, generator)
-
-    @staticmethod
-    def _of_sequences(model: Any, batch: Batch, noise: float, generator: torch.Generator | None) -> TokenScores:
-        spans = list(zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False))
-        ids = torch.zeros(len(spans), max(end - start for start, end in spans), dtype=torch.long)
-        real = torch.zeros_like(ids, dtype=torch.bool)
-        for row, (start, end) in enumerate(spans):
-            ids[row, : end - start], real[row, : end - start] = batch.tokens_T[start:end], True
-        logits_TV = model(ids).logits[real]
+        sequences = batch.tokens_T.split(batch.cu_seqlens.diff().tolist())
+        ids, real = (pad_sequence(rows, batch_first=True) for rows in (sequences, [ids >= 0 for ids in sequences]))
+        with rerounded(param.data for param in model.parameters()) if again else contextlib.nullcontext():
+            logits_TV = model(ids).logits[real]
         if noise:
+            generator = torch.Generator().manual_seed(seed)
             logits_TV = logits_TV.float() + noise * torch.randn(logits_TV.shape, generator=generator)
         return logprob_and_entropy(logits_TV, batch.labels_T, mask_T=batch.loss_mask_T, entropy_slope=True, backend="torch")
 
 
+@torch.no_grad()
 def study(batch: Batch) -> Iterator[_Row]:
     objective, model, mask_T = build_objective(ObjectiveConfig()), _Model(batch), batch.loss_mask_T
     advantages_T = objective.advantages(batch)[batch.sequence_index_T]
     able_T = mask_T & (advantages_T > 0)
-    signs, before = model.gradient(advantages_T), model.scores(model.weights, torch.float64)
+    signs, before = model.gradient_signs(advantages_T), model.scores(model.weights, torch.float64)
     covariance_T = (before.logprob - before.logprob[mask_T].mean()) * (advantages_T - advantages_T[mask_T].mean())
     for noise, size in LOGIT_NOISE.items():
         old = model.scores(model.weights, torch.bfloat16, size, 1)
         rounded = model.scores(model.weights, torch.bfloat16, size, 2, again=True)
-        levels = (
-            (rounded.entropy - old.entropy)[mask_T].abs().double().quantile(torch.tensor([0.5, 0.9, 0.99]).double()).tolist()
-        )
+        levels = noise_quantiles(old, rounded, batch)
         for rate in RATES:
             moved = {name: weight - rate * signs[name] for name, weight in model.weights.items()}
             truth_A = (model.scores(moved, torch.float64).entropy - before.entropy)[able_T]
             change_T = model.scores(moved, torch.bfloat16, size, 3).entropy - old.entropy
             ways = {
                 "measured, below 0": change_T < -1e-5,
-                "measured, median of the noise": change_T < -levels[0],
-                "measured, 90th percentile": change_T < -levels[1],
-                "measured, twice the 99th percentile": change_T < -2 * levels[2],
+                "measured, median of the noise": change_T < -levels["entropy/noise/p50"],
+                "measured, 90th percentile": change_T < -levels["entropy/noise/p90"],
+                "measured, twice the 99th percentile": change_T < -2 * levels["entropy/noise/p99"],
                 "covariance": covariance_T > 0,
                 "first_order": advantages_T * (old.entropy_slope if old.entropy_slope is not None else 0) < 0,
             }
