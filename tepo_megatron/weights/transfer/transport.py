@@ -142,6 +142,8 @@ def is_loopback(host: str) -> bool:
 
 
 def announce_departure(store: Store) -> None:
+    if isinstance(store, FileStore) and not Path(store.path).exists():  # type: ignore[attr-defined]
+        return  # rank 0 is gone, and its folder with it: the store would wait for the file
     with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
         store.set(_LEFT, "1")
 

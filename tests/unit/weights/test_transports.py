@@ -171,6 +171,16 @@ def test_a_member_that_hangs_between_arriving_and_joining_is_not_waited_for_beyo
     assert hanging.check(["left"])  # and the others know
 
 
+def test_a_member_leaves_at_once_though_rank_0_is_gone_with_the_folder_of_the_rendezvous() -> None:
+    """A worker whose trainer was killed; a store whose file is missing waits for it."""
+    store, place = listen("127.0.0.1")
+    member = connect("127.0.0.1", place, TIMEOUT_S)
+    store.set("joined", "1")
+    Path(place).unlink()
+    transport.announce_departure(member)
+    assert not Path(place).exists()
+
+
 WORLD = 3
 
 
