@@ -21,13 +21,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 49_467,
-    "tests, lines": 40_128,
+    "package, lines": 50_118,
+    "tests, lines": 40_425,
     "docs and docstrings, words": 109_810,
-    "public classes and functions": 827,
-    "modules": 266,
+    "public classes and functions": 840,
+    "modules": 268,
     "modules below 60 lines": 41,
-    "largest folder, files": 19,
+    "largest folder, files": 20,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,

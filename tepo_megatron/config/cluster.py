@@ -16,6 +16,11 @@ class ClusterConfig(Section):
     train_nodes: PositiveInt = 1
     """Nodes for training. If several, engine.parallel fills all their GPUs."""
 
+    spare_nodes: NonNegativeInt = 0
+    """Nodes in reserve, besides ``train_nodes``: at a restart (``train.max_restarts``) they replace nodes that are gone or that
+    lost a rank, except the first.
+    """
+
     rollout_nodes: NonNegativeInt = 0
     """Nodes for vLLM servers; 0: the training node's free GPUs."""
 

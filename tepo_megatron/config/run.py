@@ -124,6 +124,7 @@ class RunConfig(Section):
 
     def _faults(self) -> Iterator[str]:
         yield from _engine_faults(self)
+        yield from _cluster_faults(self)
         yield from _optimizer_faults(self)
         yield from _objective_faults(self)
         yield from _evaluation_faults(self)
@@ -171,6 +172,14 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
 
 _COLOCATED = "rollout.server.placement = colocated"
 _STAY_ON_GPU = "cannot leave the GPU for the servers' turn"
+
+
+def _cluster_faults(run: RunConfig) -> Iterator[str]:
+    spares = f"cluster.spare_nodes = {run.cluster.spare_nodes}"
+    if run.cluster.spare_nodes and not run.train.max_restarts:
+        yield f"{spares} replace a node when the ranks start again, and train.max_restarts = 0; set it to 3"
+    if run.cluster.spare_nodes and run.cluster.train_nodes == 1:
+        yield f"{spares} cannot replace the first node, and cluster.train_nodes = 1; set cluster.spare_nodes to 0"
 
 
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:

@@ -78,6 +78,11 @@ class TrainConfig(Section):
     exceed a micro-batch, a checkpoint, and a rank's start. 30 for a rank stopped by a signal.
     """
 
+    max_restarts: NonNegativeInt = 0
+    """Most restarts of the ranks within the job, from the newest checkpoint, if one is killed, hangs, or fails unexpectedly.
+    Servers keep running, unless ``placement`` is ``colocated`` (docs/guides/operations.md).
+    """
+
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; the end always writes one. 0: none by count."""
 

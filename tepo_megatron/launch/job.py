@@ -73,12 +73,13 @@ class Job:
     def roles(self) -> list[Role]:
         """The trainer's nodes come first."""
         cluster, head_node = self.config.cluster, ("$head_node_ip",)
-        train = Role("train", 0, cluster.train_nodes, self._train_script(), cluster.container, head_node)
+        trainers = cluster.train_nodes + cluster.spare_nodes
+        train = Role("train", 0, trainers, self._train_script(), cluster.container, head_node)
         if not cluster.rollout_nodes:
             return [train]
         python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
         script = self._fill("serve.sh", python=python, nodes=cluster.rollout_nodes, grace=math.ceil(self.config.train.grace_s))
-        return [train, Role("serve", cluster.train_nodes, cluster.rollout_nodes, script, container)]
+        return [train, Role("serve", trainers, cluster.rollout_nodes, script, container)]
 
     @property
     def mounts(self) -> list[str]:
@@ -134,6 +135,7 @@ class Job:
         cluster = self.config.cluster
         ranks = self.config.engine.parallel.world_size // cluster.train_nodes
         values = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "ranks": ranks}
+        values |= {"spares": cluster.spare_nodes, "restarts": self.config.train.max_restarts}
         text = self._fill("train.sh", python=cluster.python, **values)
         return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
 

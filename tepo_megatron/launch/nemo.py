@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _TITLE = "tepo"
 _ROLE_POLL_INTERVAL_S = 5
+_OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+"""The step continues without a node that is gone, for ``train.max_restarts``."""
 
 
 _QUIET: dict[str, Any] = {
@@ -112,22 +114,27 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         head_address = f"head_node_ip=$({shown} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
     split = [option.partition("=") for option in cluster.sbatch]
     options = {name.lstrip("-"): value if equals else True for name, equals, value in split}
+    survives = role.name == "train" and config.train.max_restarts > 0
     placed = [f"--relative={role.first_node}", f"--nodes={role.nodes}", f"--ntasks={role.nodes}", "--ntasks-per-node=1"]
     return nemo_run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,
         job_name_prefix=f"{_TITLE}-",
         time=cluster.time_limit,
-        nodes=cluster.train_nodes + cluster.rollout_nodes,
+        nodes=cluster.train_nodes + cluster.spare_nodes + cluster.rollout_nodes,
         ntasks_per_node=1,
         gpus_per_node=cluster.gpus_per_node if config.engine.platform != "cpu" else None,
         exclusive=True,
         mem="0",
         container_image=role.container,
         container_mounts=Job(config).mounts if role.container else [],
-        srun_args=[*placed, *(["--no-container-mount-home"] if role.container else [])],
+        srun_args=[*placed, *(_OUTLIVES_NODES if survives else ()), *(["--no-container-mount-home"] if role.container else [])],
         # NeMo-Run itself asks for --requeue, and for logs that a job's next start continues (open-mode=append)
-        additional_parameters={"signal": f"B:USR1@{Job(config).warning_lead_s}", **options},
+        additional_parameters={
+            "signal": f"B:USR1@{Job(config).warning_lead_s}",
+            **({"no-kill": True} if cluster.spare_nodes else {}),
+            **options,
+        },
         job_details=JobLogs(job_name=f"{_TITLE}-{config.output.name}", folder=str(config.output / "logs"), role=role.name),
         tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
         packager=nemo_run.Packager(),

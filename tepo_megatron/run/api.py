@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +25,7 @@ from tepo_megatron.runtime import rank
 from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
+from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
@@ -85,6 +86,7 @@ def train(
     elif run.engine.parallel.world_size == 1:
         from tepo_megatron.run.training import train_model
 
+        _check_restarts(run)
         with _own_process(), StopSignals(ends=False).borrowed():
             train_model(run, extensions)
     else:
@@ -269,8 +271,7 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
 
     if not rank.under_torchrun():
         _download(config)
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun restarts ranks with --max-restarts
-    if rank.speaks_first() and not is_restart:
+    if rank.speaks_first() and not attempt():
         prepare_folder(config, overwrite=overwrite)
     if not rank.under_torchrun() and config.train.resume and resumes(config):
         find_checkpoint(config, resolve_model_path(config.model.path))
@@ -285,7 +286,25 @@ def _download(config: RunConfig) -> None:
 
 
 def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
-    return run_ranks(["train", *arguments], config.engine.parallel.world_size, status=config.output / "status")
+    from tepo_megatron.sampler.protocol import sampler_spec
+
+    world_size, restarts = config.engine.parallel.world_size, config.train.max_restarts
+    with sampler_spec().outlive_ranks(config) if _keeps_servers(config) else nullcontext():
+        return run_ranks(["train", *arguments], world_size, status=config.output / "status", max_restarts=restarts)
+
+
+def _keeps_servers(config: RunConfig) -> bool:
+    """Servers of rank 0 would end with it."""
+    restarts, rollout = config.train.max_restarts, config.rollout
+    return bool(restarts) and rollout.replay is None and rollout.server.placement == "local"
+
+
+def _check_restarts(config: RunConfig) -> None:
+    if config.train.max_restarts and not job_name():
+        raise ValueError(
+            f"train.max_restarts = {config.train.max_restarts}, but nothing would start these ranks again; start the run by "
+            "'tepo train' or python -m tepo_megatron.runtime.torchrun --max-restarts, or set it to 0"
+        )
 
 
 def train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> int:
@@ -300,6 +319,8 @@ def train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
 
+    from tepo_megatron.run.output.resume import of_attempt
+
     def checked() -> None:
         parallel, world_size = config.engine.parallel, int(os.environ["WORLD_SIZE"])
         if world_size != parallel.world_size:
@@ -308,6 +329,7 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
                 f"{parallel.world_size} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node "
                 f"{parallel.world_size}, or change engine.parallel"
             )
-        work(config)
+        _check_restarts(config)
+        work(of_attempt(config))
 
     return rank.run_rank(checked, grace_s=config.train.grace_s, warning_s=config.train.warning_s)

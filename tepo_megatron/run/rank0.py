@@ -32,6 +32,7 @@ from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import stop_signals
+from tepo_megatron.runtime.restarts import job_name
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import truncation_of
@@ -213,7 +214,7 @@ class Rank0:
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.collector.state(), "row": self._row}
+        return {"sampler": self.collector.state(), "row": self._row, **({"job": job} if (job := job_name()) else {})}
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         restarted = self.collector.restore(state)

@@ -298,7 +298,7 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
         hang = detector.check(_local_ranks(status), elapsed)
         if hang is not None:
             report = _write_report(status, hang)
-            notify(f"{hang.sentence}. {report}. The job is ended; go on from its newest checkpoint with --resume")
+            notify(f"{hang.sentence}. {report}")
             for pid in hang.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -8,8 +9,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
@@ -21,7 +24,24 @@ _LEAVE_S = 2.0  # for threads, which may wait for servers
 _REPORTED = "_tepo_reported"
 
 FAILURE_FILE = "TEPO_FAILURE_FILE"
-"""The first failing rank writes its message here."""
+"""The first failing rank of a machine writes its report here."""
+
+HAS_PARENT = "TEPO_HAS_PARENT"
+"""Is set if this machine has all ranks: their parent has checked the run, and prints the report."""
+
+
+class FailureReport(NamedTuple):
+    """``is_ours``: the sentence is for the user."""
+
+    sentence: str
+    is_ours: bool
+
+    @classmethod
+    def read(cls, path: Path) -> FailureReport | None:
+        """None if no rank has failed by an error."""
+        with suppress(FileNotFoundError, ValueError):  # ValueError: the rank was killed while it wrote
+            return cls(*json.loads(path.read_bytes()))
+        return None
 
 
 def under_torchrun() -> bool:
@@ -30,7 +50,7 @@ def under_torchrun() -> bool:
 
 def speaks_first() -> bool:
     """Is true in the parent, and in rank 0 if ``torchrun`` was called by hand."""
-    return not under_torchrun() or (os.environ["RANK"] == "0" and FAILURE_FILE not in os.environ)
+    return not under_torchrun() or (os.environ["RANK"] == "0" and HAS_PARENT not in os.environ)
 
 
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
@@ -80,19 +100,19 @@ def _report(error: Exception) -> None:
         return
     setattr(error, _REPORTED, True)
     sentence = describe(error) if is_ours(error) else f"rank {os.environ['RANK']}: {describe(error)}"
-    first = _claim(sentence)
-    if wants_traceback() or (first and not is_ours(error)):
+    first = _claim(FailureReport(sentence, is_ours(error)))
+    if wants_traceback() or ((first or HAS_PARENT not in os.environ) and not is_ours(error)):
         echo("".join(traceback.format_exception(error)).removesuffix("\n"), err=True)
-    if FAILURE_FILE not in os.environ:
+    if HAS_PARENT not in os.environ:
         print_error(sentence)
 
 
-def _claim(sentence: str) -> bool:
+def _claim(report: FailureReport) -> bool:
     if FAILURE_FILE not in os.environ:
         return True
     try:
-        with open(os.environ[FAILURE_FILE], "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(sentence)
+        with open(os.environ[FAILURE_FILE], "x", encoding="ascii") as file:
+            json.dump(report, file)
     except FileExistsError:
         return False
     return True

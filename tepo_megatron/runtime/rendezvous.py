@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tepo_megatron.runtime.restarts import attempt
 from tepo_megatron.runtime.supervise import folder_name
 
 if TYPE_CHECKING:
@@ -33,10 +34,15 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
 
     Raises RuntimeError if other users may enter the folder.
     """
-    from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it without saying so
+    # torch exports them without saying so
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if FOLDER_VARIABLE not in os.environ:
-        return None
+        if not attempt():
+            return None
+        # The store of the nodes' agents has what the ranks before have left there.
+        agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, False, timeout, False)
+        return PrefixStore(f"ranks-{attempt()}", agents)
     folder = Path(os.environ[FOLDER_VARIABLE])
     found = folder.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -45,8 +51,7 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
         )
     if os.environ["RANK"] == "0":  # the last to leave: without the store's file it would wait for minutes
         _removals.callback(_remove_if_orphaned, folder, os.getppid())
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store: Store = FileStore(str(folder / f"attempt-{attempt}"), world_size)
+    store: Store = FileStore(str(folder / f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"), world_size)
     store.set_timeout(timeout)
     return store
 

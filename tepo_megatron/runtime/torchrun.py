@@ -17,14 +17,15 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.errors import wants_traceback
 from tepo_megatron.runtime.heartbeat import watching
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, not_ignored
-from tepo_megatron.runtime.rank import FAILURE_FILE, print_error
+from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, FailureReport, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
+from tepo_megatron.runtime.restarts import NodeMeeting, RanksEnd, attempt, run_attempts
 from tepo_megatron.runtime.supervise import folder_name
 from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
 
@@ -36,16 +37,31 @@ if TYPE_CHECKING:
 _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
+_FROM_CHECKPOINT = "go on from its newest checkpoint with --resume"
+
+
 def run_ranks(
-    arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None
+    arguments: Sequence[str],
+    world_size: int,
+    module: str = "tepo_megatron",
+    *,
+    status: Path | None = None,
+    max_restarts: int = 0,
 ) -> tuple[int, str]:
     """Returns the exit code and the first failed rank's message.
 
-    ``status``: folder of heartbeats. Stop signals go to every rank. If one fails, the others are ended.
+    ``status``: folder of heartbeats. Stop signals go to every rank. If one fails, the others are ended; if one was lost, all
+    start again, at most ``max_restarts`` times.
     """
+    command = ["-m", module, *arguments]
+    end = run_attempts(lambda: _run_attempt(command, world_size, status), max_restarts)
+    return end.code, end.message
+
+
+def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -> RanksEnd:
     hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
-        failure = Path(folder) / "failure.txt"
+        failure = Path(folder) / "failure.json"
         try:
             with (
                 _environment(failure),
@@ -53,45 +69,111 @@ def run_ranks(
                 stopped_together(_show_cursor),
                 _forwarded_signals(Path(folder), world_size) as asked,
             ):
-                code, end, killed = _run_ranks(["-m", module, *arguments], world_size, Path(folder), asked)
+                end = _run_ranks(command, world_size, Path(folder), asked)
         except StopRequested as stop:
-            code = stop.exit_code
+            end = RanksEnd(stop.exit_code)
         _show_cursor()
-        if code in (0, INTERRUPTED, PREEMPTED):
-            return code, ""
-        message = failure.read_text(encoding="utf-8") if failure.exists() else ""
-        if killed and message:  # a killed rank comes first, since the others' connections to it broke
-            message = f"{end}. Then the others failed: {message}"
-        return code, hangs[0] if hangs else message or end
+        return _explained(end, hangs, failure)
+
+
+def _explained(end: RanksEnd, hangs: Sequence[str], failure: Path) -> RanksEnd:
+    if end.code in (0, INTERRUPTED, PREEMPTED):
+        return RanksEnd(end.code)
+    if hangs:
+        return end._replace(message=f"{hangs[0]}. The job is ended; {_FROM_CHECKPOINT}", lost=True)
+    report = FailureReport.read(failure)
+    if report is None:
+        return end
+    if end.lost:  # a killed rank comes first, since the others' connections to it broke
+        return end._replace(message=f"{end.message}. Then the others failed: {report.sentence}")
+    return RanksEnd(end.code, report.sentence, lost=not report.is_ours)
 
 
 def run_node(arguments: Sequence[str]) -> int:
-    """Runs one of several nodes; ``--status FOLDER``, of heartbeats, may come first.
+    """Runs one of several nodes; ``--status FOLDER``, of heartbeats, and ``--spares N`` may come first. With torchrun's
+    ``--max-restarts`` the ranks of all nodes are started again if one is lost, and N nodes more than --nnodes may take part.
 
     After a stop signal rank 0's node returns 75 or 130. Other failures are raised as by ``torchrun``.
     """
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    status = None
-    if list(arguments[:1]) == ["--status"]:
-        status, arguments = Path(arguments[1]), arguments[2:]
+    options = {"--status": "", "--spares": "0"}
+    while arguments and arguments[0] in options:
+        options[arguments[0]], arguments = arguments[1], arguments[2:]
     os.environ.update(_agent_environment())
     parsed = torchrun.parse_args(list(arguments))
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, print_error), stopped_together():
+    status, spares = Path(options["--status"]) if options["--status"] else None, int(options["--spares"])
+    failures: list[ChildFailedError] = []
+
+    def run_once(place: int | None = None) -> RanksEnd:
+        return _run_node_attempt(arguments, int(parsed.nproc_per_node), status, failures, place)
+
+    if not parsed.max_restarts:
+        end = run_once()
+    elif parsed.nnodes in ("1", "1:1") and not spares:
+        end = run_attempts(run_once, parsed.max_restarts)
+    else:
         try:
-            with _forwarded_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
+            end = _run_with_other_nodes(parsed, spares, run_once)
+        except RuntimeError as error:
+            print_error(str(error))
+            return 1
+    if end.code in (0, INTERRUPTED, PREEMPTED):
+        return end.code
+    raise failures[-1]
+
+
+def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int], RanksEnd]) -> RanksEnd:
+    global _store
+    node, limit = int(parsed.node_rank), timedelta(seconds=_MEET_S)
+    stopped: list[int] = []
+    # Within an attempt the ranks get the signals; a spare has none.
+    before = {number: signal.signal(number, lambda number, _frame: stopped.append(number)) for number in not_ignored()}
+
+    def run(place: int) -> RanksEnd:
+        if stopped:
+            return RanksEnd(StopRequested(stopped[0]).exit_code if place == 0 else 0)
+        return run_once(place)
+
+    store, watching = (_meet(parsed.master_addr, int(parsed.master_port or _PORT), node + number, limit) for number in (0, 1))
+    _store = store
+    try:
+        return NodeMeeting(store, watching, node, int(parsed.nnodes), spares, parsed.max_restarts, _MEET_S).run(run)
+    finally:
+        _store = None
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_node_attempt(
+    arguments: Sequence[str], ranks: int, status: Path | None, failures: list[ChildFailedError], place: int | None
+) -> RanksEnd:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    hangs: list[str] = []
+
+    def note_hang(sentence: str) -> None:
+        hangs.append(sentence)
+        print_error(f"{sentence}. The job is ended; {_FROM_CHECKPOINT}")
+
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
+        failure = Path(folder) / "failure.json"
+        os.environ[FAILURE_FILE] = str(failure)
+        try:
+            with _forwarded_signals(Path(folder), ranks) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
-                    _run_agent(arguments, Path(folder))
+                    _run_agent(arguments, Path(folder), place)
                 except ChildFailedError as error:
-                    if (code := _stop_code(error, asked())) is None:
-                        raise
-                    return code
+                    failures.append(error)
+                    code = _stop_code(error, asked())
+                    return _explained(_describe_end(error), hangs, failure) if code is None else RanksEnd(code)
         except StopRequested as stop:
-            return stop.exit_code
-    return 0
+            return RanksEnd(stop.exit_code)
+        finally:
+            del os.environ[FAILURE_FILE]
+    return RanksEnd(0)
 
 
 def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
@@ -101,9 +183,7 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
     return StopRequested(asked).exit_code if asked is not None and code == -asked else None
 
 
-def _run_ranks(
-    arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]
-) -> tuple[int, str, bool]:
+def _run_ranks(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> RanksEnd:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -112,15 +192,14 @@ def _run_ranks(
         _run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
     except ChildFailedError as error:
         code = _stop_code(error, asked())
-        return _describe_end(error) if code is None else (code, "", False)
+        return _describe_end(error) if code is None else RanksEnd(code)
     except SignalException as error:
         name = error.sigval.name
-        sentence = f"{name}: the job is ended at once, without saving; go on from its newest checkpoint with --resume"
-        return 128 + error.sigval, sentence, False
-    return 0, "", False
+        return RanksEnd(128 + error.sigval, f"{name}: the job is ended at once, without saving; {_FROM_CHECKPOINT}")
+    return RanksEnd(0)
 
 
-def _describe_end(error: ChildFailedError) -> tuple[int, str, bool]:
+def _describe_end(error: ChildFailedError) -> RanksEnd:
     rank, failure = error.get_first_failure()
     # A killed rank breaks the connections of others, and their ends may be seen first.
     killed = [
@@ -128,16 +207,17 @@ def _describe_end(error: ChildFailedError) -> tuple[int, str, bool]:
     ]
     rank, failure = killed[0] if killed else (rank, failure)
     if failure.exitcode >= 0:
-        return failure.exitcode, f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above", False
+        return RanksEnd(failure.exitcode, f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above")
     name = signal.Signals(-failure.exitcode).name
     hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-    return 128 - failure.exitcode, f"rank {rank} was ended by {name}{hint}", bool(killed)
+    pids = tuple(failure.pid for _, failure in killed)
+    return RanksEnd(128 - failure.exitcode, f"rank {rank} was ended by {name}{hint}", lost=bool(killed), killed=pids)
 
 
 @contextmanager
 def _environment(failure: Path) -> Iterator[None]:
     before, level = dict(os.environ), logging.root.manager.disable
-    os.environ[FAILURE_FILE] = str(failure)
+    os.environ.update({FAILURE_FILE: str(failure), HAS_PARENT: "1"})
     os.environ.update(_agent_environment())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
@@ -159,6 +239,8 @@ def _show_cursor() -> None:
 
 
 _BACKEND = "tepo"  # of the rendezvous
+_PORT = 29500
+_MEET_S = 900
 
 
 @contextmanager
@@ -196,8 +278,10 @@ def _agent_environment() -> dict[str, str]:
     return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX"}
 
 
-def _run_agent(arguments: Sequence[str], folder: Path) -> None:
-    """Raises torchrun's errors, and ValueError for a dynamic rendezvous."""
+def _run_agent(arguments: Sequence[str], folder: Path, place: int | None = None) -> None:
+    """``place``: this node's number in the attempt, if not that of its command line. Raises torchrun's errors, and ValueError
+    for a dynamic rendezvous.
+    """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
@@ -207,10 +291,12 @@ def _run_agent(arguments: Sequence[str], folder: Path) -> None:
         raise ValueError(
             "ranks meet by a static rendezvous: leave out --standalone and --rdzv-backend, and give --nnodes as one number"
         )
-    parsed.nnodes = least
+    parsed.nnodes, parsed.max_restarts = least, 0  # restarts.py starts the ranks again
+    if number := attempt():
+        parsed.rdzv_id = f"{parsed.rdzv_id}.{number}"
     configured = parsed.rdzv_conf.split(",") if parsed.rdzv_conf else []
-    parsed.rdzv_conf = ",".join([*configured, f"rank={parsed.node_rank}"])
-    parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or 29500}"
+    parsed.rdzv_conf = ",".join([*configured, f"rank={parsed.node_rank if place is None else place}"])
+    parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or _PORT}"
     parsed.rdzv_backend, parsed.node_rank = _BACKEND, 0  # the agent has the node's number from rdzv_conf
     rendezvous_handler_registry.register(_BACKEND, _make_handler)
     if int(parsed.nnodes) > 1:
@@ -234,20 +320,25 @@ def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:  # the agent of one machine speaks with nobody
-                self._store = HashStore() if nodes == 1 else _meet(host, port, node, nodes, self.timeout)
+                alone = HashStore() if nodes == 1 else _store
+                self._store = alone or _meet(host, port, node, self.timeout, nodes)
             return super().next_rendezvous()
 
     nodes, node = parameters.max_nodes, int(parameters.config["rank"])
     host, port = parse_rendezvous_endpoint(parameters.endpoint, -1) if nodes > 1 else ("127.0.0.1", 0)
-    return OnOurStore(host, port, node, nodes, parameters.run_id, int(parameters.config.get("timeout", 900)))
+    return OnOurStore(host, port, node, nodes, parameters.run_id, int(parameters.config.get("timeout", _MEET_S)))
 
 
-def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Store:
-    """The first node listens on ``host`` only, torch's own store on every interface."""
+_store: Store | None = None
+"""Is set if ranks may be started again."""
+
+
+def _meet(host: str, port: int, node: int, limit: timedelta, nodes: int | None = None) -> Store:
+    """The first node listens on ``host`` only, torch's own store on every interface. Waits for ``nodes``, if given."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node > 0:
-        return TCPStore(host, port, nodes, False, limit)
+        return TCPStore(host, port, nodes, False, limit, nodes is not None)
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -255,7 +346,7 @@ def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Stor
             f"the first node cannot listen on {host}:{port} for the others ({error.strerror or error}); --master-addr must be "
             "an address of the first node, and --master-port free there"
         ) from error
-    return TCPStore(host, port, nodes, True, limit, master_listen_fd=listener.detach())
+    return TCPStore(host, port, nodes, True, limit, nodes is not None, master_listen_fd=listener.detach())
 
 
 if __name__ == "__main__":

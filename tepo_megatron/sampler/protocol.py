@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, NotRequired, Protocol, Self, TypedDict, Unpa
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, prompt_seed
@@ -245,12 +247,15 @@ class SamplerOptions(TypedDict):
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """``make`` takes ServerConfig and SamplerOptions, and does not start. Checks raise ValueError with the remedy."""
+    """``make`` takes ServerConfig and SamplerOptions, and does not start. Checks raise ValueError with the remedy. In
+    ``outlive_ranks`` servers of this machine run beside ranks that are started in it, for ``train.max_restarts``.
+    """
 
     make: Callable[..., Sampler]
     check_model: Callable[[ServerConfig, ModelSpec], None]
     check_machine: Callable[[ServerConfig, ModelSpec], None]
     cores: Callable[[ServerConfig, Sequence[int]], set[int]]
+    outlive_ranks: Callable[[RunConfig], AbstractContextManager[None]]
 
 
 _SAMPLERS = {"vllm": "tepo_megatron.sampler.fleet.fleet"}

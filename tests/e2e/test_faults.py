@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron import train
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tools.faults.run import CLASSES
-from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
+from tepo_megatron.tools.faults.workshop import REPLAYED, differences, make_rollouts
 from tests.support.cli import invoke
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, rows, start, wait_for_rows
@@ -76,6 +77,37 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     assert "ended at step 3 of 3" in text
     assert "finished" in text
     assert f"fault    {skips[2]:.0f} optimizer steps skipped" in text
+
+
+@pytest.mark.parametrize(("victim", "saves"), [(0, 2), (1, 0)])
+def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path, victim: int, saves: int) -> None:
+    """Before the first checkpoint, and after some; both nodes of a world started by the launcher."""
+    rollouts, steps = make_rollouts(tmp_path / "rollouts", 60), 60
+    settings = (f"train.steps={steps}", "engine.parallel.tp=2", f"train.save_every={saves}")
+    quiet = start_replay(tmp_path / "quiet", rollouts, *settings)
+    assert quiet.wait(TIMEOUT_S) == 0
+    output = tmp_path / "out"
+    process = start_replay(output, rollouts, *settings, "train.max_restarts=2")
+    wait_for_rows(process, output, 6)
+    (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == victim]
+    os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert f"rank {victim} was ended by SIGKILL" in err
+    assert "(restart 1 of at most 2, train.max_restarts)" in err
+    assert ("resumed from" in out) == bool(saves)
+    assert not differences(output, tmp_path / "quiet")
+    assert [row["step"] for row in rows(output)] == list(range(steps + 1))
+    assert not list(output.glob("resolved.*.yaml"))
+    assert_none_names(output)
+
+
+def test_restarts_that_nobody_would_make_are_refused(tmp_path: Path) -> None:
+    message = "train.max_restarts = 1, but nothing would start these ranks again"
+    rollouts = make_rollouts(tmp_path / "rollouts", 1)
+    settings = {"model.path": "builtin:tiny", "evaluate.every": 0, "rollout.replay": str(rollouts), "train.max_restarts": 1}
+    with pytest.raises(ValueError, match=message):
+        train({"output": str(tmp_path / "out"), **settings})
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, out of a temporary folder, and the environment that submits to it."""
+"""A Slurm cluster of three nodes on this machine, out of a temporary folder, and the environment that submits to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=60
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
-PartitionName=test Nodes=n1,n2 Default=YES State=UP MaxTime=INFINITE
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs={cpus}
+PartitionName=test Nodes=n1,n2,n3 Default=YES State=UP MaxTime=INFINITE
 """
 
 
@@ -123,7 +124,7 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> Cluster:
     (folder / "state").mkdir()
     host = socket.gethostname().split(".")[0]
     conf = folder / "slurm.conf"
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     conf.write_text(
         CONF.format(folder=folder, host=host, ports=[probe.getsockname()[1] for probe in probes], cpus=os.cpu_count())
     )
@@ -142,11 +143,11 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> Cluster:
     )
     _wait(lambda: munge["socket"].exists(), folder)
     start("slurmctld", "-D", "-f", str(conf))
-    for node in ("n1", "n2"):
+    for node in ("n1", "n2", "n3"):
         start("slurmd", "-D", "-N", node, "-f", str(conf))
 
     cluster = Cluster(folder, environment)
-    _wait(lambda: cluster.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == "idle 2", folder)
+    _wait(lambda: cluster.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == "idle 3", folder)
     return cluster
 
 

@@ -71,6 +71,7 @@ class FaultyServer:
         self.after_start: Callable[[FaultyServer], None] = lambda server: None
         self.alive = False
         self.version = "default"
+        self.progress = ""
         self.released = threading.Event()
         self._lock = threading.Lock()
         self.http = QuietServer(("127.0.0.1", 0), self._handler())
@@ -84,7 +85,7 @@ class FaultyServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.wait_if_hanging(self.path)
-                content = json.dumps({"tokens": outer.tokens}).encode() if self.path == PROGRESS else b""
+                content = (outer.progress or json.dumps({"tokens": outer.tokens})).encode() if self.path == PROGRESS else b""
                 known = self.path in ("/health", PROGRESS)
                 self.answer(500 if self.path in outer.refuses else 200 if known else 404, content)
 

@@ -50,8 +50,8 @@ fi
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
 code=0
-"$python" -m tepo_megatron.runtime.torchrun --status "$out/status" \
-  --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
+"$python" -m tepo_megatron.runtime.torchrun --status "$out/status" --spares @spares@ \
+  --max-restarts @restarts@ --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
   -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" "${again[@]}" || code=$?

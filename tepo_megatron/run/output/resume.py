@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.config.load import dump_resolved, override
 from tepo_megatron.run.loggers import check_installed
+from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
 from tepo_megatron.trainer.run_compatibility import Difference, compare_runs, describe_run, idle_entries, is_allowed, refusal
@@ -60,6 +61,8 @@ class Resumed:
     def accept(self, config: RunConfig) -> list[str]:
         """Rank 0 calls. Returns what failed."""
         failed = self.set_aside_others(config)
+        if attempt():  # the same run, but for train.resume
+            return failed
         path, text = config.output / "resolved.yaml", dump_resolved(config)
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
             older = (path.with_name(f"resolved.{number}.yaml") for number in count(1))
@@ -83,6 +86,21 @@ class Resumed:
 
 def resumes(config: RunConfig) -> bool:
     return config.train.resume is True or (config.train.resume == "auto" and bool(checkpoints(config.output / "checkpoints")))
+
+
+def of_attempt(config: RunConfig) -> RunConfig:
+    """Restarted ranks continue from their job's newest checkpoint; until there is one, they start as at first."""
+    if not attempt():
+        return config
+    if config.train.resume_from is not None and not any(map(_is_of_this_job, checkpoints(config.output / "checkpoints"))):
+        return config
+    return override(config, ["train.resume=auto", "train.resume_from=null"])
+
+
+def _is_of_this_job(folder: Path) -> bool:
+    with suppress(DamagedCheckpoint):
+        return read_state(folder).get("job") == job_name()
+    return False
 
 
 def resolve_dtype(config: RunConfig, gpus: int) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Servers of ``tepo serve`` on other nodes, registered on the shared disk."""
+"""Servers of ``tepo serve``, on other nodes or beside ranks that may be restarted, registered on a shared disk."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ import psutil
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.errors import describe
 from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.runtime.restarts import job_name
 from tepo_megatron.runtime.text import is_key, parse_json
-from tepo_megatron.sampler.vllm.server import is_healthy, make_servers
+from tepo_megatron.sampler.vllm.server import is_healthy, is_usable, make_servers
 
 _KEY = "key"
+_FAILED = "failed"
 _POLL_INTERVAL_S = 0.5
 _WATCH_INTERVAL_S = 1.0
 
@@ -54,12 +57,16 @@ class RegistryEntry:
         except ValueError as error:
             raise RuntimeError(f"{path} is damaged ({error}); remove it, and start 'tepo serve' on its node again") from error
 
-    def claim(self, life: str) -> bool:
-        """Returns False if another trainer has this life: the server may hold its weights."""
+    def claim(self, life: str) -> bool | None:
+        """Returns False if another trainer has this life: the server may hold its weights; None if it is this job's, from
+        before its ranks were restarted.
+        """
+        path = self._path.with_suffix(f".{life}.claimed")
         try:
-            self._path.with_suffix(f".{life}.claimed").touch(exist_ok=False)
+            with path.open("x", encoding="ascii") as file:
+                file.write(job_name())
         except FileExistsError:
-            return False
+            return None if job_name() and path.read_text("ascii", "replace") == job_name() else False
         return True
 
     def retire(self, life: str) -> None:
@@ -135,10 +142,13 @@ def with_local_address(config: ServerConfig) -> ServerConfig:
 class ExternalServer:
     """``start`` and ``stop`` only decide whether to wait for a server; starting a failed one again retires it."""
 
-    def __init__(self, config: ServerConfig, *, index: int, log: Path) -> None:
-        assert config.registry is not None
+    was_used = False
+    """This job's ranks had it before they were restarted."""
+
+    def __init__(self, config: ServerConfig, *, registry: Path, index: int, key: str, log: Path) -> None:
         self.config, self.log, self.port = config, log, 0
-        self._index, self._entry = index, RegistryEntry(config.registry, index)
+        self._registry, self._index, self._key = registry, index, key
+        self._entry = RegistryEntry(registry, index)
         self._current: _Registration | None = None
         self._retired = ""
         self._is_waiting = False
@@ -163,17 +173,21 @@ class ExternalServer:
         deadline = time.monotonic() + timeout_s
         while self._is_waiting:
             newest = self._entry.registered()
-            if newest is not None and newest.life != self._retired and _is_healthy(newest):
-                if self._entry.claim(newest.life):
-                    self._current = newest
+            is_new = newest is not None and newest.life != self._retired and not self._entry.is_retired(newest.life)
+            if newest is not None and is_new and _is_healthy(newest):
+                is_free = self._entry.claim(newest.life)
+                if is_free or (is_free is None and is_usable(newest.url, self._key)):
+                    self._current, self.was_used = newest, not is_free
                     return
-                self._retired = newest.life  # another trainer has put its weights into it
+                self._retired = newest.life  # another trainer's weights are in it, or a part of this job's
                 self._entry.retire(newest.life)
+            if failures := sorted(self._registry.glob(f"{_FAILED}-*")):
+                raise RuntimeError(failures[0].read_text("utf-8", "replace"))
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"external rollout server {self._index} was not there within {timeout_s:g} s "
                     "(rollout.server.start_timeout_s); does 'tepo serve' run on its node, and is its registry "
-                    f"{self.config.registry}? {self.log_end()}"
+                    f"{self._registry}? {self.log_end()}"
                 )
             time.sleep(_POLL_INTERVAL_S)
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
@@ -200,9 +214,25 @@ def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> 
 
     Raises ValueError if nodes cannot have equal shares, RuntimeError if a server does not start or dies too often.
     """
-    share = _share(config.rollout.server, node, nodes)
-    server, registry = with_local_address(config.rollout.server), config.rollout.server.registry
+    share, registry = _share(config.rollout.server, node, nodes), config.rollout.server.registry
     assert registry is not None
+    serve(with_local_address(config.rollout.server), config, registry, share, model_dir=model_dir, name=str(node))
+
+
+def serve(
+    server: ServerConfig, config: RunConfig, registry: Path, share: range, *, model_dir: Path, name: str, first_gpu: int = 0
+) -> None:
+    """``name``: of the process, for its failure in the registry, which trainers raise."""
+    failed = registry / f"{_FAILED}-{name}"
+    failed.unlink(missing_ok=True)
+    try:
+        _serve(server, config, registry, share, model_dir=model_dir, first_gpu=first_gpu)
+    except (ValueError, RuntimeError) as error:
+        write_atomically(failed, describe(error))
+        raise
+
+
+def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range, *, model_dir: Path, first_gpu: int) -> None:
     servers = make_servers(
         server,
         share,
@@ -212,6 +242,7 @@ def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> 
         stop_token_ids=(),
         log_dir=config.output / "logs",
         seed=config.seed,
+        first_gpu=first_gpu,
         trained=True,
         adapter_rank=config.adapter_rank,
         tokenizer=config.rollout.sampling.needs_tokenizer,

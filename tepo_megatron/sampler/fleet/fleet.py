@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tepo_megatron.core.rollout import WeightsVersion
+from tepo_megatron.sampler.fleet.external import ExternalServer
+from tepo_megatron.sampler.fleet.for_ranks import servers_for_ranks
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
@@ -44,7 +46,8 @@ class Fleet(ServerPool, Sampler):
         except BaseException:
             self._end()
             raise
-        self._version = None if self._sleeps or self._starts_empty else INITIAL_WEIGHTS
+        used = any(isinstance(server, ExternalServer) and server.was_used for server in self._servers)
+        self._version = None if self._sleeps or self._starts_empty or used else INITIAL_WEIGHTS
 
     def stop(self) -> None:
         with self._spawning:
@@ -177,4 +180,4 @@ class Fleet(ServerPool, Sampler):
             return True
 
 
-SAMPLER = SamplerSpec(Fleet, check_server_split, check_machine_serves, cores_of_servers)
+SAMPLER = SamplerSpec(Fleet, check_server_split, check_machine_serves, cores_of_servers, servers_for_ranks)

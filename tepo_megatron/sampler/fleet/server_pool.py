@@ -11,6 +11,7 @@ from typing import Unpack
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.external import ExternalServer, shared_key, with_local_address
+from tepo_megatron.sampler.fleet.for_ranks import registry_for_ranks
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, SamplerOptions, ServerDied
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
@@ -32,10 +33,13 @@ class ServerPool:
         self._servers: Sequence[Server | ExternalServer]
         if config.placement == "external":
             config = with_local_address(config)
-            assert config.registry is not None
-            self._key = shared_key(config.registry)
+        registry = config.registry if config.placement == "external" else registry_for_ranks()
+        if registry is not None:
+            self._key = shared_key(registry)
             logs = [options["log_dir"] / f"server-{index}.log" for index in range(config.count)]
-            self._servers = [ExternalServer(config, index=index, log=log) for index, log in enumerate(logs)]
+            self._servers = [
+                ExternalServer(config, registry=registry, index=index, key=self._key, log=log) for index, log in enumerate(logs)
+            ]
         else:
             self._key = secrets.token_urlsafe(32)
             self._servers = make_servers(config, range(config.count), key=self._key, **options)
@@ -195,6 +199,9 @@ class ServerPool:
         self._disconnect()
         self._replaced = set()
         self._clients = [self._client(server) for server in self._servers]
+        pairs = zip(self._clients, self._servers, strict=True)
+        if used := [client for client, server in pairs if isinstance(server, ExternalServer) and server.was_used]:
+            for_all_at_once(used, Client.forget)
         if self._sleeps:
             for_all_at_once(self._clients, Client.sleep)
 

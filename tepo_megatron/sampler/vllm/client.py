@@ -230,6 +230,11 @@ class Client:
     def resume(self) -> None:
         self._post("/resume")
 
+    def forget(self) -> None:
+        """Drops the requests and the cache of a trainer that is gone."""
+        self._post("/pause?mode=abort")
+        self.resume()
+
     def sleep(self) -> None:
         """vLLM's level 1 would keep a copy of weights that the next update replaces."""
         self._post("/sleep?level=2")

@@ -15,12 +15,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TypeVar, Unpack
+from urllib.parse import urlsplit
 
 from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
 from tepo_megatron.runtime.machine import available_cores, read_cores
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
+from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import SamplerOptions
 from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization, read_vocab_size, reserve_port, worker_cores
 from tepo_megatron.sampler.vllm.wire import (
@@ -29,6 +31,7 @@ from tepo_megatron.sampler.vllm.wire import (
     DUMMY_FORMAT,
     FORK_VARIABLE,
     KEY_VARIABLE,
+    PROGRESS,
     ROUTES_VARIABLE,
     SPECULATES_VARIABLE,
     named_tokens,
@@ -338,6 +341,20 @@ def is_healthy(host: str, port: int) -> bool:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
     except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def is_usable(url: str, key: str) -> bool:
+    """False within a weight update, or if one was broken off."""
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", PROGRESS, headers={"Authorization": f"Bearer {key}"})
+        reply = connection.getresponse()
+        return reply.status == 200 and parse_json(reply.read(), PROGRESS, dict).get("updating") is False
+    except (OSError, HTTPException, ValueError):
         return False
     finally:
         connection.close()

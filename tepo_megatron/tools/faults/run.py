@@ -39,8 +39,8 @@ from tepo_megatron.tools.results import Table, describe_machine, markdown
 
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
-_KILLS, _HANGS = run_faults.LIVE
-_LIVE = (_KILLS, *record_faults.LIVE, _HANGS, *strangers.FAULTS)
+_KILLS, _HANGS, _RESTARTS = run_faults.LIVE
+_LIVE = (_KILLS, *record_faults.LIVE, _HANGS, _RESTARTS, *strangers.FAULTS)
 _REPLAYED = (*stop_faults.FAULTS, *record_faults.REPLAYED, *run_faults.REPLAYED, *machine_faults.FAULTS)
 CLASSES: Mapping[str, type[FaultClass]] = {
     kind.name: kind for kind in (*input_faults.FAULTS, *borders.FAULTS, *_REPLAYED, *silent.FAULTS, *_LIVE)
@@ -117,7 +117,7 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: _OutcomeLog, say
             say(f"  {faults.name} {number + 1}: {outcome.fault}: {outcome.result} after {seconds:.0f} s. {outcome.said[:200]}")
 
 
-_LONGEST = 64
+_LONGEST = 18
 _INTRODUCTION = """# Faults, injected
 
 `tepo faults` wrote this page. *survived*: metrics, rollouts and weights are those of an undisturbed run, to the last bit.
@@ -210,7 +210,7 @@ class _OutcomeLog:
             parts += ["Lost:", "", *(f"- {self._shown(line)}" for line in self.lost), ""]
         if (table := self.silent_table()).rows:
             parts += [_SILENT_INTRODUCTION, markdown(*table[:2])]
-        parts += ["## Every fault", ""]
+        parts += ["## Fault by fault", ""]
         for name, entries in self._outcomes.items():
             if name == "silent":
                 entries = [entry for entry in entries if not entry["details"]]  # the others have the table above

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.runtime.proc import Process
+from tepo_megatron.tools.faults.processes import wait_gone
 from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, differences, undisturbed
 
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
@@ -22,16 +23,18 @@ WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save"
 
 class _LiveFaults(FaultClass):
     sends: ClassVar[signal.Signals]
+    overrides: ClassVar[tuple[str, ...]] = ()
 
     def _disturb(self, role: str, phase: str, rng: random.Random) -> FaultOutcome:
         name = f"{self.sends.name} to {role} in {phase}"
-        run = self.workshop.live_run()
+        run = self.workshop.live_run(*self.overrides)
         run.reach(phase)
         time.sleep(rng.uniform(0, WITHIN_S[phase]))
         roles, before = run.roles, run.pids
         if role not in roles:
             self.workshop.close()
             return FaultOutcome(name, "lost", f"the run has no process that is its {role}, but only {', '.join(roles)}")
+        servers = set(roles.get("API server", ()))
         victim = rng.choice(roles[role])
         step = run.last_step + 2
         start = time.monotonic()
@@ -49,7 +52,18 @@ class _LiveFaults(FaultClass):
         if lost:
             self.workshop.close()
             return FaultOutcome(name, "lost", lost)
-        return FaultOutcome(name, "survived", said and f"ended and resumed: {said}", time.monotonic() - start)
+        seconds = time.monotonic() - start
+        if not self.overrides:
+            return FaultOutcome(name, "survived", said and f"ended and resumed: {said}", seconds)
+        if said:
+            return FaultOutcome(name, "lost", f"the job ended: {said}")
+        if wait_gone([pid for role, pids in roles.items() if role in _OF_RANKS for pid in pids], 60.0):
+            return FaultOutcome(name, "lost", "processes of the first ranks are left")
+        same = servers == set(run.roles.get("API server", ()))
+        return FaultOutcome(name, "survived", f"the servers {'stayed' if same else 'were started again'}", seconds)
+
+
+_OF_RANKS = ("rank 0", "rank 1", "reward worker")
 
 
 ROLES = ("engine core", "parent", "reward worker", "rank 1", "API server", "rank 0", "vLLM worker", "supervisor")
@@ -67,6 +81,17 @@ class _Kills(_LiveFaults):
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         phase = PHASES[(number + number // len(ROLES)) % len(PHASES)]
         return self._disturb(ROLES[number % len(ROLES)], phase, rng)
+
+
+class _Restarts(_LiveFaults):
+    name = "restarts"
+    title = "kill −9 of each rank in each phase, live, with train.max_restarts: the job goes on by itself"
+    whole, quick = 2 * len(PHASES), 1
+    sends = signal.SIGKILL
+    overrides = ("train.max_restarts=1000",)
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        return self._disturb(f"rank {number % 2}", PHASES[number // 2 % len(PHASES)], rng)
 
 
 HANGS = (
@@ -162,5 +187,5 @@ class _CheckpointDamage(FaultClass):
         return self.resume(name, folder, base / "rollouts", told="step_")
 
 
-LIVE: tuple[type[FaultClass], ...] = (_Kills, _Hangs)
+LIVE: tuple[type[FaultClass], ...] = (_Kills, _Hangs, _Restarts)
 REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage,)

@@ -136,7 +136,7 @@ class LiveRun:
 
     def change(self, *overrides: str) -> None:
         """Takes effect at the next start."""
-        self._overrides = (*_LIVE, *overrides)
+        self.overrides = overrides
 
     @property
     def running(self) -> bool:
@@ -155,7 +155,7 @@ class LiveRun:
         if not resume:
             shutil.rmtree(self.out, ignore_errors=True)
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
-        settings = [*self._overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
+        settings = [*_LIVE, *self.overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
         self._process = start(self.folder, _train_command(self.folder, settings, program.MODULE))
 
     @property
@@ -335,14 +335,16 @@ class Workshop:
                 self._reference = LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
         return self._reference
 
-    def live_run(self) -> LiveRun:
+    def live_run(self, *overrides: str) -> LiveRun:
         """At least four steps are left. Raises RuntimeError if the previous run ended unlike the undisturbed one."""
         self.reference()
-        if self._run is not None and self._run.last_step > self.steps - 5 and (wrong := self.finish_run()):
+        run, settings = self._run, (*self._overrides, *overrides)
+        is_over = run is not None and (run.overrides != settings or run.last_step > self.steps - 5)
+        if is_over and (wrong := self.finish_run()):
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
-            self._run = LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, self._overrides)
+            self._run = LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, settings)
         if not self._run.running:
             self._run.start()
             self._run.wait_for_row(0)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +31,9 @@ from tepo_megatron.runtime import rank as runtime_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tepo_megatron.runtime.proc import STOPPED, Process
+from tepo_megatron.runtime.restarts import attempt
 
+os.environ.setdefault("NODE", "0")
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
 def runs(rank):
@@ -74,6 +77,18 @@ def act():
         dist.init_process_group("gloo", store=rank_store(2, timedelta(seconds=1000)), rank=int(rank), world_size=2)
         atexit.register(os.abort)  # as gloo's threads may, once in some hundred ends
         load_run(None, ["train.steps=0"])
+    if what.startswith("once"):
+        (folder / f"attempt{attempt()}-rank{rank}-node{os.environ['NODE']}").touch()
+        while not attempt() and not list(folder.glob("attempt0-rank0-*")):
+            time.sleep(0.05)
+        if attempt():
+            return
+        if rank == "1" and what != "once, the agent":
+            os.kill(os.getpid(), 9)
+        if rank == "1":
+            time.sleep(0.5)
+            os.kill(os.getppid(), 9)
+        time.sleep(1000)
     if what == "ok":
         return
     if what in ("hang", "still"):
@@ -139,6 +154,18 @@ options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1
 sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
 """
 
+RESTARTS = "max_restarts=2, "
+NODE = """
+import os, sys
+from tepo_megatron.runtime import restarts, torchrun
+
+restarts.POLL_INTERVAL_S, restarts.SILENT_S, restarts.GATHER_S, torchrun._MEET_S = 0.1, 3.0, 10.0, float(sys.argv.pop())
+node, port = sys.argv.pop(), sys.argv.pop()
+os.environ["NODE"] = node
+options = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
+sys.exit(torchrun.run_node(["--spares", "1", *options, "--max-restarts", "2", "-m", "made_up_rank", *sys.argv[1:]]))
+"""
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
@@ -146,8 +173,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
     (tmp_path / "made_up_rank.py").write_text(RANK)
     with python_programs({"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}) as started:
 
-        def start_parent(what: str, override: str = "engine.parallel.dp=2", parent: str = PARENT, **options: Any) -> Any:
-            return started("-c", parent, what, tmp_path, override, **options)
+        def start_parent(
+            what: str, override: str = "engine.parallel.dp=2", parent: str = PARENT, *args: str, **options: Any
+        ) -> Any:
+            return started("-c", parent, what, tmp_path, override, *args, **options)
 
         yield start_parent
 
@@ -192,6 +221,58 @@ def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, co
     assert not list(tmp_path.glob("tepo-*"))
     assert not list(tmp_path.glob("torchelastic_*"))
     assert what != "sentence" or (tmp_path / "cleaned0").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "code", "attempts", "last"),
+    [
+        ("once", 0, 2, "rank 1 was ended by SIGKILL.* (restart 1 of at most 2, train.max_restarts)"),
+        ("bug", 1, 2, "error: rank 1: KeyError: 'missing'"),
+        ("sentence", 1, 1, "  train.steps: got 0; allowed: an integer > 0"),
+        ("kill", 128 + signal.SIGKILL, 2, "error: rank 1 was ended by SIGKILL.*"),
+    ],
+)
+def test_lost_ranks_start_again_and_an_error_that_comes_twice_or_is_the_users_ends_the_job(
+    start, tmp_path: Path, what: str, code: int, attempts: int, last: str
+) -> None:
+    parent = start(what, parent=PARENT.replace("status=", f"{RESTARTS}status="))
+    _, err = parent.communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == code, err
+    assert err.count("The ranks are started again") == attempts - 1
+    assert re.fullmatch(
+        last.replace("(", r"\(").replace(")", r"\)"), re.sub("SIGKILL;.*started", "SIGKILL started", err.splitlines()[-1])
+    ), err
+    if what == "once":
+        assert {path.name for path in tmp_path.glob("attempt*")} == {
+            f"attempt{n}-rank{r}-node0" for n in (0, 1) for r in (0, 1)
+        }
+
+
+def start_nodes(start, what: str, folder: Path, nodes: int = 3, meet_s: float = TIMEOUT_S) -> list[Any]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    return [start(what, "engine.parallel.dp=2", NODE, port, str(node), str(meet_s)) for node in range(nodes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["once, the rank", "once, the agent"])
+def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(start, tmp_path: Path, what: str) -> None:
+    agents = start_nodes(start, what, tmp_path)
+    ends = [(agent.communicate(timeout=TIMEOUT_S)[1], agent.returncode) for agent in agents]
+    assert [code for _, code in ends] == [0, -signal.SIGKILL if what == "once, the agent" else 0, 0], ends
+    ran = {path.name for path in tmp_path.glob("attempt*")}
+    assert ran == {"attempt0-rank0-node0", "attempt0-rank1-node1", "attempt1-rank0-node0", "attempt1-rank1-node2"}
+    cause = "node 1 is gone" if what == "once, the agent" else "node 1: rank 1 was ended by SIGKILL"
+    assert [line.partition(cause)[1] for line in ends[0][0].splitlines() if "started again" in line] == [cause], ends
+
+
+@pytest.mark.slow
+def test_a_spare_node_that_is_not_there_is_a_sentence_before_anything_starts(start, tmp_path: Path) -> None:
+    for agent in start_nodes(start, "once", tmp_path, nodes=2, meet_s=5.0):
+        assert agent.communicate(timeout=TIMEOUT_S)[1] == "error: node 2 of 3, spares included, did not come within 5 s\n"
+        assert agent.returncode == 1
+    assert not list(tmp_path.glob("attempt*"))
 
 
 @pytest.mark.slow

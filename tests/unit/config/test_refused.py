@@ -49,6 +49,8 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("optimizer.min_lr=inf", 'optimizer.min_lr: got "inf"; allowed: a number ≥ 0'),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas[1]: got 1.0; allowed: a number ≥ 0 and < 1"),
         ("reward.failed_reward=.nan", "reward.failed_reward: got NaN"),
+        (["cluster.spare_nodes=1", "cluster.train_nodes=2"], "spare_nodes = 1 replace a node when the ranks start again"),
+        (["cluster.spare_nodes=1", "train.max_restarts=3"], "spare_nodes = 1 cannot replace the first node"),
         ("engine.noise_every=0", "kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none"),
         ("objective.kl={}", "objective.kl = {} does not say what it switches on"),
         ("objective.mismatch={}", "objective.mismatch = {} does not say what it switches on"),

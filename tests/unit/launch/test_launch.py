@@ -81,6 +81,14 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     assert Path(option(got, "--log-dir")).is_dir()
 
 
+def test_a_spare_node_waits_with_the_trainers_and_the_job_outlives_a_node(tmp_path: Path) -> None:
+    settings = ("cluster.train_nodes=2", "engine.parallel.dp=2", "cluster.spare_nodes=1", "train.max_restarts=3")
+    got = run_train_script(tmp_path, *settings, SLURM_JOB_ID="20123", SLURM_NODEID="2")
+    assert [option(got, name) for name in ("--spares", "--max-restarts", "--nnodes", "--node-rank")] == ["1", "3", "2", "2"]
+    train, serve = Job(job(f"output={tmp_path}", *settings, "cluster.rollout_nodes=1")).roles
+    assert (train.first_node, train.nodes, serve.first_node, serve.nodes) == (0, 3, 3, 1)
+
+
 @pytest.mark.parametrize(("rollout_nodes", "expected"), [(0, ""), (1, "expandable_segments:True")])
 def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollout_nodes: int, expected: str) -> None:
     """Servers on the trainer's node get its environment, and vLLM's all-reduce shares memory by CUDA IPC. A run with such

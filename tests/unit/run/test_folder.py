@@ -14,7 +14,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.run.output.output import Retention
-from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder, resolve_dtype
+from tepo_megatron.run.output.resume import find_checkpoint, of_attempt, prepare_folder, resolve_dtype
+from tepo_megatron.runtime.restarts import named_job
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, step_of
@@ -152,6 +153,25 @@ def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> N
     find_checkpoint(run, MODEL).accept(run)
     present = ["step_000002", "step_000004", "step_000006.abandoned", "step_000008.abandoned"]
     assert sorted(path.name for path in chosen.parent.iterdir()) == present
+
+
+def test_restarted_ranks_take_their_jobs_checkpoints_and_before_the_first_start_as_at_first(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4):
+        make_whole(folder, step)
+    older = in_folder(tmp_path, train={"resume": True, "resume_from": "step_000002"})
+    fresh = in_folder(tmp_path)
+    with named_job("this one"), pytest.MonkeyPatch.context() as patch:
+        assert (of_attempt(older), of_attempt(fresh)) == (older, fresh)
+        patch.setenv("TEPO_ATTEMPT", "1")
+        assert of_attempt(older) == older
+        assert of_attempt(fresh).train.resume == "auto"
+        make_whole(folder, 6, job="another")
+        assert of_attempt(older) == older
+        damaged = make_whole(folder, 8, job="this one")
+        assert (of_attempt(older).train.resume, of_attempt(older).train.resume_from) == ("auto", None)
+        (damaged / "state.json").write_text("{")
+        assert of_attempt(older) == older
 
 
 def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:

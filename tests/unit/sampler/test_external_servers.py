@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +15,11 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.sampler.fleet import external
+from tepo_megatron.runtime.restarts import named_job
+from tepo_megatron.sampler.fleet import external, for_ranks
 from tepo_megatron.sampler.fleet.external import ExternalServer, RegistryEntry, serve_node, shared_key, with_local_address
+from tepo_megatron.sampler.fleet.for_ranks import registry_for_ranks, servers_for_ranks
+from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
 
@@ -22,8 +27,12 @@ from tests.support.programs import TIMEOUT_S
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
     monkeypatch.setattr(external, "_POLL_INTERVAL_S", 0.01)
-    config = ServerConfig(placement="external", registry=tmp_path)
-    return ExternalServer(config, index=0, log=tmp_path / "server-0.log")
+    return external_server(tmp_path)
+
+
+def external_server(registry: Path) -> ExternalServer:
+    config = ServerConfig(placement="external", registry=registry)
+    return ExternalServer(config, registry=registry, index=0, key="key", log=registry / "server-0.log")
 
 
 def wait(server: ExternalServer, timeout_s: float = TIMEOUT_S) -> None:
@@ -93,12 +102,12 @@ def test_a_server_is_found_used_retired_and_found_again(
 
 
 def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait(
-    stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer
+    stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer, tmp_path: Path
 ) -> None:
     entry.register(server.url, "used")
     stand_in.start()
     wait(stand_in)
-    later = ExternalServer(stand_in.config, index=0, log=Path("log"))
+    later = external_server(tmp_path)
     later.start()
     with pytest.raises(RuntimeError, match="was not there"):
         wait(later, 0.2)
@@ -108,6 +117,88 @@ def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait
         later.stop()
         with pytest.raises(RuntimeError, match="was ended"):
             waiting.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("state", ['{"updating": false}', '{"updating": true}', "{}", "no JSON"])
+def test_restarted_ranks_take_the_jobs_servers_again_unless_an_update_was_broken_off(
+    tmp_path: Path, entry: RegistryEntry, server: FaultyServer, state: str
+) -> None:
+    server.progress = state
+    with named_job("one"):
+        entry.register(server.url, "used")
+        for number in range(3):
+            stand_in = external_server(tmp_path)
+            stand_in.start()
+            if number == 0 or state == '{"updating": false}':
+                wait(stand_in)
+                assert (stand_in.url, stand_in.was_used) == (server.url, number > 0)
+            else:
+                with pytest.raises(RuntimeError, match="was not there"):
+                    wait(stand_in, 0.2)
+                assert entry.is_retired("used")
+    with named_job("another"), pytest.raises(RuntimeError, match="was not there"):
+        wait(started(external_server(tmp_path)), 0.2)
+    assert entry.is_retired("used")
+
+
+def started(server: ExternalServer) -> ExternalServer:
+    server.start()
+    return server
+
+
+def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_servers(*_: Any, **__: Any) -> list[Any]:
+        raise ValueError("there is too little memory")
+
+    monkeypatch.setattr(external, "make_servers", make_servers)
+    server = {"placement": "external", "registry": str(tmp_path), "interface": "lo"}
+    config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
+    with pytest.raises(ValueError, match="too little memory"):
+        serve_node(config, model_dir=Path("model"), node=0, nodes=1)
+    with pytest.raises(RuntimeError, match="too little memory"):
+        wait(started(external_server(tmp_path)))
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from tepo_megatron.sampler.fleet.for_ranks import end_with_starter
+folder = Path(sys.argv[1])
+with (folder / "lives").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+end_with_starter()
+time.sleep(1000)
+"""
+
+
+def test_what_holds_the_servers_starts_again_after_a_kill_and_ends_with_its_starter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "held.py").write_text(HOLDER)
+    monkeypatch.setattr(for_ranks, "_COMMAND", (sys.executable, str(tmp_path / "held.py"), str(tmp_path)))
+    config = RunConfig.model_validate({"rollout": {"server": {"max_restarts": 1}}, "output": str(tmp_path)})
+
+    def lives(count: int) -> list[int]:
+        file = tmp_path / "lives"
+        wait_until(lambda: file.exists() and file.read_text().count("\n") == count, TIMEOUT_S, f"{count} lives")
+        return [int(line) for line in file.read_text().split()]
+
+    assert registry_for_ranks() is None
+    with servers_for_ranks(config):
+        registry = registry_for_ranks()
+        assert registry is not None
+        assert registry.stat().st_mode & 0o777 == 0o700
+        os.kill(lives(1)[0], signal.SIGKILL)
+        second = lives(2)[1]
+    assert not wait_gone([second], TIMEOUT_S)
+    assert registry_for_ranks() is None
+    with servers_for_ranks(config):
+        for count in (3, 4):
+            os.kill(lives(count)[-1], signal.SIGKILL)
+        registry = registry_for_ranks()
+        assert registry is not None
+        with pytest.raises(RuntimeError, match="holds the rollout servers ended with exit code -9, too often"):
+            wait(started(external_server(registry)))
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,27 @@ def test_samples_come_only_after_an_update_that_nothing_undid(paths: list[str]) 
         for path in paths:
             assert served.post(path)[0] == (200 if path in ALLOWED or has_weights else 409)
             has_weights = {"/finish_weight_update": True, "/sleep": False}.get(path, has_weights)
+
+
+def test_an_update_lasts_from_its_first_request_to_the_end_of_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is broken off."""
+    served = Served(monkeypatch, awaits=False)
+    state = SimpleNamespace(engine_client=SimpleNamespace(output_processor=SimpleNamespace(request_states={})))
+
+    def is_updating() -> bool:
+        status, body = ask(served.middleware, PROGRESS, state=state)
+        assert status == 200
+        return bool(json.loads(body)["updating"])
+
+    assert not is_updating()
+    for first in (UPDATE[0], "/pause"):
+        for path in (first, *UPDATE[1:]):
+            served.post(path)
+            assert is_updating()
+        served.post("/resume", status=500)
+        assert is_updating()
+        served.post("/resume")
+        assert not is_updating()
 
 
 @pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer wrong", b"key"])

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +34,7 @@ from tepo_megatron.sampler.vllm.wire import (
 )
 
 _HEALTH, _OPENS, _CLOSES = "/health", "/finish_weight_update", "/sleep"
+_UPDATES, _UPDATED = ("/init_weight_transfer_engine", "/pause"), "/resume"
 
 ALLOWED = frozenset(
     {
@@ -64,9 +65,10 @@ class Middleware:
         self._app = app
         self._expected = f"Bearer {key}".encode()
         self._has_weights = not os.environ.get(AWAITS_VARIABLE)
+        self._is_updating = False
         self._open: dict[str, list[str]] = {}
         """Request id → the engine's names of its samples."""
-        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: _progress, FACTS: _facts}
+        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: self._progress, FACTS: _facts}
         self._routes |= {USE_ADAPTER: _use_adapter, READ_BACK: _read_back}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,8 +85,12 @@ class Middleware:
                 answer = WebSocketClose(1008)
         elif path == _CLOSES:
             self._has_weights = False  # at once: vLLM answers when they are gone
+        elif path in _UPDATES:
+            self._is_updating = True
+        elif path == _UPDATED:
+            send = _when_ok(send, self._note_updated)
         elif path == _OPENS:
-            send = self._opening(send)
+            send = _when_ok(send, self._note_weights)
         elif scope["type"] == "http" and path not in ALLOWED and not self._has_weights:
             answer = _error(
                 HTTPStatus.CONFLICT,
@@ -99,13 +105,16 @@ class Middleware:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(values) == 1 and hmac.compare_digest(values[0], self._expected)
 
-    def _opening(self, send: Send) -> Send:
-        async def pass_on(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
-                self._has_weights = True
-            await send(message)
+    def _note_weights(self) -> None:
+        self._has_weights = True
 
-        return pass_on
+    def _note_updated(self) -> None:
+        self._is_updating = False
+
+    async def _progress(self, request: Request) -> Response:
+        requests = request.app.state.engine_client.output_processor.request_states
+        tokens = sum(state.detokenizer.num_output_tokens() for state in requests.values() if state.detokenizer is not None)
+        return JSONResponse({"requests": len(requests), "tokens": tokens, "updating": self._is_updating})
 
     async def _abort(self, request: Request) -> Response:
         ids = (await request.json())["ids"]
@@ -133,6 +142,15 @@ class Middleware:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _when_ok(send: Send, act: Callable[[], None]) -> Send:
+    async def pass_on(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
+            act()
+        await send(message)
+
+    return pass_on
 
 
 class _Samples:
@@ -200,12 +218,6 @@ def _status(error: Exception) -> int:
 
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
-
-
-async def _progress(request: Request) -> Response:
-    requests = request.app.state.engine_client.output_processor.request_states
-    tokens = sum(state.detokenizer.num_output_tokens() for state in requests.values() if state.detokenizer is not None)
-    return JSONResponse({"requests": len(requests), "tokens": tokens})
 
 
 async def _facts(request: Request) -> Response:

@@ -1,0 +1,252 @@
+"""Starts a job's ranks again after one was lost (docs/decisions/043-restarts.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tepo_megatron.runtime.machine import variable
+from tepo_megatron.runtime.proc import Process
+from tepo_megatron.runtime.text import echo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_JOB, _ATTEMPT = "TEPO_JOB", "TEPO_ATTEMPT"
+
+
+class RanksEnd(NamedTuple):
+    """``lost``: a rank was killed, hung, or failed by an error that is no sentence for the user: another try may succeed.
+    ``killed``: process ids of this machine's ranks that a signal ended.
+    """
+
+    code: int
+    message: str = ""
+    lost: bool = False
+    killed: tuple[int, ...] = ()
+
+
+def job_name() -> str:
+    """Returns a random name, the same in all attempts of a job; "" if its ranks are not started again."""
+    return os.environ.get(_JOB, "")
+
+
+def attempt() -> int:
+    """Counts the starts of this job's ranks from 0."""
+    return variable(_ATTEMPT, 0)
+
+
+@contextmanager
+def named_job(name: str = "") -> Iterator[None]:
+    before = {key: os.environ.pop(key, None) for key in (_JOB, _ATTEMPT)}
+    os.environ[_JOB] = name or secrets.token_hex(8)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+
+
+def _set_attempt(number: int) -> None:
+    os.environ[_ATTEMPT] = str(number)
+
+
+def run_attempts(run: Callable[[], RanksEnd], max_restarts: int) -> RanksEnd:
+    """Runs once, and again while ranks are lost. One error twice in a row would come a third time."""
+    if not max_restarts:
+        return run()
+    last = ""
+    with named_job():
+        for number in count():
+            _set_attempt(number)
+            end = run()
+            if not end.lost or number == max_restarts or end.message == last:
+                return end
+            last = end.message
+            echo(f"{end.message}. {_restart_sentence(number, max_restarts)}", err=True)
+    raise AssertionError
+
+
+def _restart_sentence(number: int, max_restarts: int) -> str:
+    again = f"restart {number + 1} of at most {max_restarts}, train.max_restarts"
+    return f"The ranks are started again, from the newest checkpoint ({again})"
+
+
+POLL_INTERVAL_S = 1.0
+SILENT_S = 30.0
+"""A node is gone if its agent writes nothing for so long."""
+GATHER_S = 60.0
+"""An agent ends its ranks in half a minute."""
+
+
+class NodeMeeting:
+    """The agents of a job's nodes decide at one store who runs the next attempt. The first node keeps the store and has rank 0.
+
+    ``watching``: another connection, for a thread. The first ``nodes`` of ``nodes + spares`` run, and a spare replaces a node
+    that is gone, or that lost a rank to a signal. Raises RuntimeError if the first node is gone, or too few are left.
+    """
+
+    def __init__(
+        self, store: Store, watching: Store, node: int, nodes: int, spares: int, max_restarts: int, meet_s: float
+    ) -> None:
+        self._store, self._watching = store, watching
+        self._node, self._nodes, self._max_restarts, self._meet_s = node, nodes, max_restarts, meet_s
+        self._order = list(range(nodes + spares))
+        """Of the first node: who may run, those first that should."""
+        self._last = ""
+
+    def run(self, run: Callable[[int], RanksEnd]) -> RanksEnd:
+        """``run`` gets this node's place in the attempt. A spare that was not needed returns code 0."""
+        if self._node == 0:
+            self._write("job", secrets.token_hex(8))
+        with named_job(self._read("job")):
+            for number in count():
+                members = self._members(number)
+                end = RanksEnd(0)
+                if self._node in members:
+                    _set_attempt(number)
+                    with self._watched(number, members) as ended_here:
+                        end = run(members.index(self._node))
+                    if ended_here and not set(end.killed) - ended_here:
+                        end = RanksEnd(end.code, "ended with the ranks of another node", lost=True)
+                    self._write(f"{number}/end/{self._node}", list(end))
+                    if end.code:
+                        self._write(f"{number}/over", 1)
+                if not self._continues(number, members):
+                    self._leave()
+                    return end
+        raise AssertionError
+
+    def _leave(self) -> None:
+        """The first node leaves last, since the store ends with it."""
+        self._write(f"left/{self._node}", 1)
+        deadline = time.monotonic() + GATHER_S
+        while self._node == 0 and len(self._answered("left/", self._order)) < len(self._order) and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+
+    def _members(self, number: int) -> list[int]:
+        self._write(f"{number}/here/{self._node}", 1)
+        if self._node == 0:
+            deadline = time.monotonic() + (GATHER_S if number else self._meet_s)
+            while (
+                len(here := self._answered(f"{number}/here/", self._order)) < len(self._order) and time.monotonic() < deadline
+            ):
+                time.sleep(POLL_INTERVAL_S)
+            self._order, missing = here, sorted({*self._order} - {*here})
+            answer: list[int] | str = here[: self._nodes]
+            if missing and not number:
+                names = " and ".join(f"node {node}" for node in missing)
+                answer = f"{names} of {len(here) + len(missing)}, spares included, did not come within {self._meet_s:g} s"
+            elif len(here) < self._nodes:
+                answer = (
+                    f"{len(here)} of {self._nodes} nodes are left, and the ranks cannot start again; go on from the newest "
+                    "checkpoint with --resume, and keep nodes in reserve (cluster.spare_nodes)"
+                )
+            self._write(f"{number}/members", answer)
+        members = self._read(f"{number}/members")
+        if isinstance(members, str):
+            self._leave()
+            raise RuntimeError(members)
+        return list(members)
+
+    def _continues(self, number: int, members: Sequence[int]) -> bool:
+        if self._node == 0:
+            self._write(f"{number}/next", self._decide(number, members))
+        return bool(self._read(f"{number}/next"))
+
+    def _decide(self, number: int, members: Sequence[int]) -> bool:
+        """Collects how the attempt has ended on each node, and puts those at the end of the order that failed."""
+        deadline = None
+        while len(answered := self._answered(f"{number}/end/", members)) < len(members):
+            if deadline is None and self._store.check([f"{number}/over"]):
+                deadline = time.monotonic() + GATHER_S
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(POLL_INTERVAL_S)
+        ends = {node: RanksEnd(*self._read(f"{number}/end/{node}")) for node in answered}
+        gone = [node for node in members if node not in ends]
+        killed = [node for node in ends if ends[node].killed]
+        refused = any(end.code and not end.lost for end in ends.values())
+        causes = [f"node {node} is gone" for node in gone] + [f"node {node}: {ends[node].message}" for node in killed]
+        causes = causes or [end.message for end in ends.values() if end.message][:1]
+        message = ", and ".join(causes)
+        self._order = [node for node in self._order if node not in gone]
+        is_complete = members[0] in ends and ends[members[0]].code == 0
+        if not causes or refused or is_complete or number == self._max_restarts or message == self._last:
+            return False
+        self._last = message
+        self._order.sort(key=lambda node: node != 0 and node in killed)  # the first node keeps the store
+        echo(f"{message}. {_restart_sentence(number, self._max_restarts)}", err=True)
+        return True
+
+    @contextmanager
+    def _watched(self, number: int, members: Sequence[int]) -> Iterator[set[int]]:
+        """Ends this node's ranks if those of another have ended, or its agent is gone. Yields their process ids."""
+        stop, ended_here = threading.Event(), set[int]()
+
+        def watch() -> None:
+            beats: dict[int, tuple[bytes, float]] = {}
+            for beat in count():
+                try:
+                    self._watching.set(f"alive/{self._node}", str(beat))
+                    if self._node == 0 and any(self._is_silent(node, beats) for node in members):
+                        self._watching.set(f"{number}/over", "1")
+                    over = self._watching.check([f"{number}/over"])
+                except RuntimeError:  # the first node is gone: the next request of the main thread says so
+                    over = True
+                if stop.wait(POLL_INTERVAL_S):
+                    return
+                for child in Process.children(os.getpid()) if over else ():
+                    if child.alive and "RANK" in Process.environment(child.pid):
+                        ended_here.add(child.pid)
+                        with suppress(ProcessLookupError):
+                            os.kill(child.pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=watch, name="other nodes", daemon=True)
+        thread.start()
+        try:
+            yield ended_here
+        finally:
+            stop.set()
+            thread.join()
+
+    def _is_silent(self, node: int, beats: dict[int, tuple[bytes, float]]) -> bool:
+        beat = self._watching.get(f"alive/{node}") if self._watching.check([f"alive/{node}"]) else b""
+        now = time.monotonic()
+        if node not in beats or beats[node][0] != beat:
+            beats[node] = beat, now
+        return now - beats[node][1] > SILENT_S
+
+    def _answered(self, prefix: str, nodes: Sequence[int]) -> list[int]:
+        return [node for node in nodes if self._store.check([f"{prefix}{node}"])]
+
+    def _write(self, key: str, value: object) -> None:
+        with _first_node_lives():
+            self._store.set(key, json.dumps(value))
+
+    def _read(self, key: str) -> Any:
+        """Waits for it."""
+        with _first_node_lives():
+            while not self._store.check([key]):
+                time.sleep(POLL_INTERVAL_S)
+            return json.loads(self._store.get(key))
+
+
+@contextmanager
+def _first_node_lives() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the first node, which decides about restarts, is gone; go on from the newest checkpoint with --resume"
+        ) from error
