@@ -23,6 +23,8 @@ from tests.support.engines import figures, make_engine
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
 
+pytestmark = pytest.mark.gpu_conditions
+
 LENGTHS = [9, 31, 5, 17, 24, 12, 40, 8, 21, 15, 6, 28]
 NOISE = 0.02
 """The largest change of a logit: as large as one bfloat16 unit in the last place of a logit of 5 (2⁻⁵)."""

@@ -383,6 +383,7 @@ def test_order_and_cuts_do_not_matter(variant, rows, seed, spread):
         check(objective, make_batch(rows, seed=seed, spread=spread), seed)
 
 
+@pytest.mark.gpu_conditions
 @given(seed=st.integers(0, 2**31), sequences=st.integers(1, 20), tokens=st.integers(1, 3000))
 def test_the_order_of_adding_does_not_change_a_sequences_sum(seed: int, sequences: int, tokens: int) -> None:
     """A GPU adds by atomics, in any order; the ranks of a tensor-parallel group must agree about what is clipped."""
