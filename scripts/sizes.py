@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_118,
-    "tests, lines": 40_759,
+    "package, lines": 50_138,
+    "tests, lines": 40_783,
     "docs and docstrings, words": 109_810,
     "public classes and functions": 840,
     "modules": 268,

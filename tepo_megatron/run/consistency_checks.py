@@ -27,6 +27,7 @@ class Canaries:
         self._cached_prompt = Canary.cached_prompt(spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
         self._figures: dict[str, float] = {}
         self._has_left_the_record = False
+        self.first_gap: float | None = None  # the run's first mean gap, which is numerics alone
 
     def check_record(self, step: int, rollouts: Sequence[Rollout], weights: WeightsVersion) -> str | None:
         """Compares the weights that drew replayed ``rollouts`` with the trainer's. Returns a sentence at the first
@@ -54,12 +55,16 @@ class Canaries:
     ) -> None:
         started = time.perf_counter()
         share = check_read_back(step, fleet.read_back())
-        gap = self._canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
+        theirs = fleet.prompt_logprobs(prompt)
+        gap = self._canary.check(step, prompt, logprobs, theirs)
+        mean, p90 = Canary.usual_gaps(logprobs, theirs)
+        self.first_gap = mean if self.first_gap is None else self.first_gap
         cache_gap = self._canary.check_cache(step, fleet.read_through_cache(self._cached_prompt, CACHED_TOKENS))
         # No figures of checks at other steps, after a start of servers: a resumed run has the same rows.
         if step % self._config.rollout.canary.every == 0 and not is_logged:
             seconds = time.perf_counter() - started
-            self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap}
+            self._figures |= {"canary/max_logprob_gap": gap, "canary/p90_logprob_gap": p90, "canary/mean_logprob_gap": mean}
+            self._figures |= {"canary/drift": mean / max(self.first_gap, _ROUNDING), "canary/cache_gap": cache_gap}
             self._figures |= {"canary/read_back": share, "time/canary": seconds}
 
     def check_rollouts(self, step: int, parts: Sequence[Batch], rollouts: Sequence[Rollout]) -> None:
@@ -110,6 +115,7 @@ _LENGTH = 32
 _STALE_SHARE = 0.01
 """Log-probs are stale if no bit changes while the trainer's change by more than this share of the tolerance."""
 
+_ROUNDING = 1e-7  # nats; below it gaps have no ratio
 _CACHED_LENGTH = 257  # two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, which is never cached
 
 _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.1)}
@@ -235,6 +241,12 @@ class Canary:
                 "there, or are old ones, or the two sides' models differ; samples of these servers would train nothing"
             )
         return max(gap for gap, _ in worst.values())
+
+    @staticmethod
+    def usual_gaps(ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+        """Returns the mean and the 90th percentile of the worst server."""
+        gaps_ST = (torch.tensor(list(theirs.values()), dtype=torch.float64) - torch.tensor(ours, dtype=torch.float64)).abs()
+        return float(gaps_ST.mean(1).max()), float(gaps_ST.quantile(0.9, dim=1).max())
 
     @staticmethod
     def check_cache(step: int, readings: Mapping[str, CacheReading]) -> float:

@@ -214,10 +214,12 @@ class Rank0:
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.collector.state(), "row": self._row, **({"job": job} if (job := job_name()) else {})}
+        state = {"sampler": self.collector.state(), "row": self._row, "first_gap": self.checks.first_gap}
+        return state | ({"job": job} if (job := job_name()) else {})
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         restarted = self.collector.restore(state)
+        self.checks.first_gap = state.get("first_gap")  # so that a resumed run has the same rows
         if self.output.last_step != state["step"]:
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
         return restarted

@@ -118,6 +118,7 @@ def test_the_exported_model_loads_in_transformers_and_was_trained(trained: Path)
 def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
     assert max(abs(row["mismatch/kl"]) for row in rows(trained)[1:]) < 1e-6
     assert max(row[CANARY] for row in rows(trained)) < 1e-4
+    assert [row["canary/drift"] for row in rows(trained)[:1]] == [1.0]
     assert max(row[CACHE_CANARY] for row in rows(trained)) < 1e-4
     assert max(row["canary/rollouts_max_gap"] for row in rows(trained)[1:]) < 1e-4
 
@@ -175,7 +176,8 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_res
     tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
     train(f"output={out}", *SMALL, replay, "train.resume=true", *tokens, runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
-    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY, "canary/read_back"}  # what only servers can answer
+    gaps = {f"canary/{name}" for name in ("mean_logprob_gap", "p90_logprob_gap", "drift", "read_back")}
+    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY} | gaps  # what only servers can answer
     assert without_times(out) == [{k: v for k, v in row.items() if k not in asked} for row in without_times(trained)]
     same_bytes(out, trained, "model/model.safetensors")
     (found,) = token_files(out).values()

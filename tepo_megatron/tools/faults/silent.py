@@ -166,7 +166,7 @@ class _World:
         options: dict[str, Any] = {"dtype": self.config.model.dtype, "stop_token_ids": tokenizer.eos_ids, "log_dir": folder}
         self.fleet = Fleet(self.config.rollout.server, model_dir=model, **options)
         self.fleet.start()
-        self.updates = 0
+        self.updates, self.first_gap, self.drift = 0, 0.0, 0.0
         self.weights = [self._copy()]
         self.fault("none")
         self._update(0)
@@ -216,6 +216,7 @@ class _World:
         self.fault("none")
         self._update(0)
         self._ask(canary)
+        self.drift = 0.0
         self.fault(fault["kind"], fault["param"], size)
         for number in range(fault["syncs"] - 1):
             self._update(number % 2)
@@ -253,6 +254,10 @@ class _World:
         ours = self.engine.prompt_logprobs(self.prompt)
         theirs = self.fleet.prompt_logprobs(self.prompt)
         figures["prompt"] = max(abs(a - b) for values in theirs.values() for a, b in zip(ours, values, strict=True))
+        mean_gap = Canary.usual_gaps(ours, theirs)[0]
+        self.first_gap = self.first_gap or mean_gap
+        self.drift = max(self.drift, mean_gap / self.first_gap)
+        figures["drift"] = self.drift  # the largest of all syncs with this fault
         with _noting(caught, "read back"):
             check_read_back(step, self.fleet.read_back())
         with _noting(caught, "prompt"):

@@ -149,6 +149,26 @@ def test_the_default_tolerances_are_those_of_the_coarser_side(
     assert Tolerances.of(RunConfig.model_validate(document)) == (0.07, 0.03)
 
 
+@pytest.mark.parametrize(("first", "then", "drift"), [(0.01, 0.03, 3.0), (0.0, 2e-7, 2.0)])
+def test_gaps_are_compared_with_the_first_syncs_which_a_resumed_run_knows(first: float, then: float, drift: float) -> None:
+    """Of the server where they are largest. Sides that agreed to the last bit have no ratio."""
+    config, ours, theirs = resolve_dtype(RunConfig(), gpus=0).with_dtype("bfloat16"), [-1.0] * 11, {"http://a": [-1.0] * 11}
+    fleet: Any = SimpleNamespace(
+        read_back=dict, prompt_logprobs=lambda _: theirs, read_through_cache=lambda *_: {"http://a": CacheReading([], [], 0)}
+    )
+    checks, resumed = (Canaries(config, sizes(64)) for _ in range(2))
+    for step, gap in enumerate((first, then)):
+        theirs["http://b"] = [-1.0, *[-1.0 - gap] * 9, -1.0 - 2 * gap]
+        checks.check_servers(fleet, step, range(12), ours, is_logged=False)
+    resumed.first_gap = checks.first_gap
+    resumed.check_servers(fleet, 1, range(12), ours, is_logged=False)
+    for figures in (checks.take_figures(), resumed.take_figures()):
+        assert figures["canary/drift"] == pytest.approx(drift)
+        assert figures["canary/mean_logprob_gap"] == pytest.approx(then)
+        assert figures["canary/p90_logprob_gap"] == pytest.approx(then)
+        assert figures["canary/max_logprob_gap"] == pytest.approx(2 * then)
+
+
 @given(st.integers(0, 257), st.floats(0, 10))
 def test_a_cache_that_was_not_emptied_stops_and_other_log_probs_do_not(tokens: int, gap: float) -> None:
     """On a GPU log-probs depend on what else is in the batch, so that a difference says nothing of the cache."""
