@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_138,
+    "package, lines": 50_140,
     "tests, lines": 40_783,
-    "docs and docstrings, words": 109_810,
+    "docs and docstrings, words": 109_840,
     "public classes and functions": 840,
     "modules": 268,
     "modules below 60 lines": 41,

@@ -62,7 +62,7 @@ def _set_attempt(number: int) -> None:
 
 
 def run_attempts(run: Callable[[], RanksEnd], max_restarts: int) -> RanksEnd:
-    """Runs once, and again while ranks are lost. One error twice in a row would come a third time."""
+    """Runs once, and again while ranks are lost, but not after one error twice in a row."""
     if not max_restarts:
         return run()
     last = ""
@@ -70,7 +70,8 @@ def run_attempts(run: Callable[[], RanksEnd], max_restarts: int) -> RanksEnd:
         for number in count():
             _set_attempt(number)
             end = run()
-            if not end.lost or number == max_restarts or end.message == last:
+            is_same = end.message == last and not end.killed
+            if not end.lost or number == max_restarts or is_same:
                 return end
             last = end.message
             echo(f"{end.message}. {_restart_sentence(number, max_restarts)}", err=True)
@@ -182,7 +183,8 @@ class NodeMeeting:
         message = ", and ".join(causes)
         self._order = [node for node in self._order if node not in gone]
         is_complete = members[0] in ends and ends[members[0]].code == 0
-        if not causes or refused or is_complete or number == self._max_restarts or message == self._last:
+        is_same = message == self._last and not gone and not killed
+        if not causes or refused or is_complete or is_same or number == self._max_restarts:
             return False
         self._last = message
         self._order.sort(key=lambda node: node != 0 and node in killed)  # the first node keeps the store

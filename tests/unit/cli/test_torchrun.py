@@ -230,7 +230,7 @@ def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, co
         ("once", 0, 2, "rank 1 was ended by SIGKILL.* (restart 1 of at most 2, train.max_restarts)"),
         ("bug", 1, 2, "error: rank 1: KeyError: 'missing'"),
         ("sentence", 1, 1, "  train.steps: got 0; allowed: an integer > 0"),
-        ("kill", 128 + signal.SIGKILL, 2, "error: rank 1 was ended by SIGKILL.*"),
+        ("kill", 128 + signal.SIGKILL, 3, "error: rank 1 was ended by SIGKILL.*"),
     ],
 )
 def test_lost_ranks_start_again_and_an_error_that_comes_twice_or_is_the_users_ends_the_job(
