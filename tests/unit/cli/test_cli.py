@@ -85,8 +85,8 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
 
-    def run_ranks(*args: object, status: Path) -> tuple[int, str]:
-        started.append((*args, status))
+    def run_ranks(*args: object, status: Path, max_restarts: int) -> tuple[int, str]:
+        started.append((*args, status, max_restarts))
         return 7, "rank 1 failed"
 
     monkeypatch.setattr("tepo_megatron.run.api.run_ranks", run_ranks)
@@ -104,8 +104,8 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
     ]
     invoke("train", *settings, "engine.parallel.dp=3", code=7)
     assert started == [
-        (["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status")),
-        (["train", *settings, "engine.parallel.dp=3"], 3, Path("out/new/status")),
+        (["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status"), 0),
+        (["train", *settings, "engine.parallel.dp=3"], 3, Path("out/new/status"), 0),
     ]
     assert "train: mine.jsonl" in invoke("config", "show", *settings, "--diff").stdout
     assert "neither a run's file nor settings" in invoke("train", code=1).stderr
