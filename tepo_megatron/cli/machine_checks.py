@@ -260,6 +260,38 @@ def _driver() -> Finding:
     return _graded(f"{version}, {name}, compute capability {capability}", (is_old, "fail", advice))
 
 
+def _gpu_links() -> Finding:
+    if not has_gpu():
+        return Finding("missing", "", "GPU only")
+    try:
+        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("warn", f"nvidia-smi does not say: {error}")
+    lines = re.findall(r"^GPU\d+\s+(.*)", re.sub(r"\x1b\[[\d;]*m", "", answer), re.MULTILINE)
+    rows = [line.split() for line in lines if not line.startswith("GPU")]  # not the head
+    links = {link for number, row in enumerate(rows) for link in row[:number]}
+    slow = sorted(link for link in links if not link.startswith("NV"))
+    advice = "some GPUs have no NVLink between them: keep tensor parallelism within those that do, or expect slow collectives"
+    return _graded(f"{len(rows)} GPUs, {', '.join(sorted(links)) or 'no links'}", (bool(slow), "warn", advice))
+
+
+def _gpu_libraries() -> Finding:
+    """Transformer Engine's attention of packed sequences with grouped queries needs cuDNN 9.6."""
+    names = {"nvidia-nccl-cu13": "NCCL", "nvidia-cudnn-cu13": "cuDNN"}
+    versions = {name: installed_version(name) for name in names}
+    if not has_gpu() or not all(versions.values()):
+        return Finding(
+            "missing", "", "GPU only" if not has_gpu() else "torch's CUDA build brings them; an image may have its own"
+        )
+    pins = {item.name: item.specifier for item in requirements_of("torch") if item.name in names}
+    wrong = [f"{names[name]}{pin} is torch's" for name, pin in pins.items() if not pin.contains(versions[name] or "")]
+    return _graded(
+        ", ".join(f"{names[name]} {version}" for name, version in versions.items()),
+        (bool(wrong), "fail", f"{'; '.join(wrong)}: trainer and servers could not form a group; install torch's"),
+        (not in_range(versions["nvidia-cudnn-cu13"] or "", ">=9.6"), "warn", "Transformer Engine's attention wants cuDNN 9.6"),
+    )
+
+
 def _transformer_engine() -> Finding:
     version = installed_version("transformer-engine")
     expected = f"megatron-core {MEGATRON_LINE} wants {TE_RANGE}"
@@ -302,7 +334,9 @@ def _kernels() -> Finding:
     if packages.te is not None and has_gpu():
         norm, why_norm = "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     slow = has_gpu() and adam == "torch's"
-    return Finding("warn" if slow else "ok", f"Adam: {adam}; RMSNorm: {norm}", f"{why_adam}; {why_norm}")
+    sums = "inside matrix products" if packages.wgrad or packages.te is not None else "by torch"
+    detail = f"Adam: {adam}; RMSNorm: {norm}; weight gradients are summed {sums}"
+    return Finding("warn" if slow else "ok", detail, f"{why_adam}; {why_norm}")
 
 
 CHECKS: Mapping[str, Check] = {
@@ -316,6 +350,8 @@ CHECKS: Mapping[str, Check] = {
     "sentencepiece": Check(partial(_pinned, "sentencepiece", "the tiny model's tokenizer")),
     "C compiler": Check(_compiler),
     "driver": Check(_driver, needed=False),
+    "GPU links": Check(_gpu_links, needed=False),
+    "NCCL, cuDNN": Check(_gpu_libraries, needed=False),
     "transformer-engine": Check(_transformer_engine, needed=False),
     "apex": Check(_apex, needed=False),
     "kernels": Check(_kernels, needed=False),

@@ -130,6 +130,55 @@ def test_what_is_planted_is_found(
     assert re.search(text, f"{check.detail} {check.advice}")
 
 
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\t{far}\tPIX\t0-31\t0
+GPU1\tNV18\t X \tNV18\tSYS\t0-31\t0
+GPU2\t{far}\tNV18\t X \tSYS\t0-31\t0
+NIC0\tPIX\tSYS\tSYS\t X
+"""
+LIBRARIES = {"nvidia-nccl-cu13": "2.29.7", "nvidia-cudnn-cu13": "9.20.0.48"}
+
+
+@pytest.mark.gpu_conditions
+@pytest.mark.parametrize(
+    ("versions", "far", "name", "status", "text"),
+    [
+        ({}, "NV18", "GPU links", "ok", r"^3 GPUs, NV18 $"),
+        ({}, "SYS", "GPU links", "warn", r"^3 GPUs, NV18, SYS some GPUs have no NVLink"),
+        (LIBRARIES, "", "NCCL, cuDNN", "ok", r"^NCCL 2\.29\.7, cuDNN 9\.20\.0\.48"),
+        (
+            LIBRARIES | {"nvidia-nccl-cu13": "2.27.3"},
+            "",
+            "NCCL, cuDNN",
+            "fail",
+            r"NCCL==2\.29\.7 is torch's: .* no|could not form",
+        ),
+        (LIBRARIES | {"nvidia-cudnn-cu13": "9.5.1"}, "", "NCCL, cuDNN", "warn", r"wants cuDNN 9\.6"),
+        ({}, "", "NCCL, cuDNN", "missing", "an image may have its own"),
+    ],
+)
+def test_links_and_libraries_of_gpus_are_those_that_training_needs(
+    installed: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    versions: dict[str, str],
+    far: str,
+    name: str,
+    status: str,
+    text: str,
+) -> None:
+    installed |= versions
+    monkeypatch.setitem(REQUIREMENTS, "torch", ["nvidia-nccl-cu13==2.29.7"])
+    write_script(tmp_path / "nvidia-smi", f"printf '%s' '{TOPOLOGY.format(far=far)}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine_checks, "has_gpu", lambda: True)
+    check = found(name)
+    assert check.status == status
+    assert re.search(text, f"{check.detail} {check.advice}")
+    monkeypatch.setattr(machine_checks, "has_gpu", lambda: False)
+    assert found(name).status == "missing"
+
+
 @pytest.mark.gpu_conditions
 @pytest.mark.parametrize(
     ("answer", "status", "text"),
