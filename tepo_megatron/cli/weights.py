@@ -262,6 +262,8 @@ def _plan_command(
     from tepo_megatron.plan.time import Links
     from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
     from tepo_megatron.weights.reshard import plan_to_json, reshard_plan
+    from tepo_megatron.weights.transfer.move import count_messages
+    from tepo_megatron.weights.transfer.transports import find_transport
 
     with user_errors():
         spec, assumption = resolve_spec(model)
@@ -273,10 +275,12 @@ def _plan_command(
         plan = reshard_plan(spec, source, destination, links.local(source.world_size, destination.world_size))
         built = time.perf_counter() - started
     summary = links.summarize(plan, itemsize, built_in_seconds=built)
+    worker = plan.num_sources
+    messages = {name: count_messages(plan, worker, itemsize, find_transport(name)) for name in ("gloo", "nccl")}
     if save is not None:
         save.write_text(plan_to_json(plan) + "\n")
     if as_json:
-        echo(json.dumps(asdict(summary)))
+        echo(json.dumps({**asdict(summary), "messages_and_rounds": messages}))
         return
     named = {"device": "within a GPU", "nvlink": "within a node", "network": "between nodes"}
     rows = []
@@ -289,7 +293,9 @@ def _plan_command(
         f"made and proved complete in {summary.built_in_seconds:.1f} s. Plan {summary.digest[:12]}.\n"
         f"A worker gets up to {summary.received_by_each / 1e9:.2f} GB. The busiest trainer rank sends "
         f"{summary.imbalance:.2f} times the mean. At least {summary.seconds:.2f} s: all GPUs at once, both directions, "
-        "no latency.",
+        "no latency.\nThe first worker gets "
+        + ", ".join(f"{count:,} messages in {rounds:,} rounds over {name}" for name, (count, rounds) in messages.items())
+        + ".",
         highlight=False,
     )
     if assumption:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 from tepo_megatron.weights.transfer.digests import TensorDigests, digest
-from tepo_megatron.weights.transfer.transport import TransferGroup
+from tepo_megatron.weights.transfer.transport import TransferGroup, TransportSpec
 
 _MAX_NAMED = 8
 
@@ -108,6 +108,14 @@ def message_bytes(plan: ReshardPlan, staging_bytes: int) -> int:
     pairs = {(move.source, move.destination) for move in plan.moves}
     peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
     return max(SINGLE_SEGMENT_BYTES, min(_LARGEST_MESSAGE, staging_bytes // (WINDOW * max(peers.values(), default=1))))
+
+
+def count_messages(plan: ReshardPlan, rank: int, itemsize: int, transport: TransportSpec) -> tuple[int, int]:
+    """Returns the messages of a rank's update, without digests, and the rounds that they take."""
+    limit = message_bytes(plan, transport.staging_bytes)
+    alone = limit if transport.fills else SINGLE_SEGMENT_BYTES
+    lengths = [len(queue) for queue in queues(move_ends(plan, rank), itemsize=itemsize, limit=limit, alone=alone).values()]
+    return sum(lengths), max(lengths, default=0)
 
 
 def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int, alone: int = SINGLE_SEGMENT_BYTES) -> Queues:

@@ -25,6 +25,7 @@ from tepo_megatron.weights.transfer.move import (
     MoveEnd,
     Queues,
     changed_since,
+    count_messages,
     message_bytes,
     move_ends,
     numel_of,
@@ -180,7 +181,8 @@ def test_a_worker_of_a_70b_model_gets_few_messages_on_gpus_and_all_fit_the_stagi
         for rank in (0, plan.num_sources, plan.world_size - 1):
             alone = limit if transport.fills else move.SINGLE_SEGMENT_BYTES
             found = queues(move_ends(plan, rank), itemsize=2, limit=limit, alone=alone).values()
-            assert sum(map(len, found)) <= messages
+            assert count_messages(plan, rank, 2, transport) == (sum(map(len, found)), max(map(len, found)))
+            assert count_messages(plan, rank, 2, transport) <= (messages, rounds)
             assert max(map(len, found)) <= rounds
             assert sum(max(map(numel_of, queue)) for queue in found) * 2 * move.WINDOW <= transport.staging_bytes
 
