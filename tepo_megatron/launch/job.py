@@ -78,7 +78,9 @@ class Job:
         if not cluster.rollout_nodes:
             return [train]
         python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
-        script = self._fill("serve.sh", python=python, nodes=cluster.rollout_nodes, grace=math.ceil(self.config.train.grace_s))
+        values = {"nodes": cluster.rollout_nodes, "grace": math.ceil(self.config.train.grace_s)}
+        values["workers"] = self.config.rollout.server.tp * self.config.rollout.server.count // cluster.rollout_nodes
+        script = self._fill("serve.sh", python=python, **values)
         return [train, Role("serve", trainers, cluster.rollout_nodes, script, container)]
 
     @property

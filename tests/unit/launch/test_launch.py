@@ -99,15 +99,17 @@ def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollou
     assert any("registry" in argument for argument in got) == bool(rollout_nodes)
 
 
-def test_ranks_do_not_share_one_processor(tmp_path: Path) -> None:
+def test_ranks_and_servers_do_not_share_one_processor(tmp_path: Path) -> None:
     """Slurm may bind a task to one processor where --cpus-per-task is not stated."""
     for name, count in (("nproc", 1), ("getconf", 64)):
         write_script(tmp_path / name, f"echo {count}")
-    script = script_of("train", job(f"output={tmp_path}/out", f"cluster.python={sys.executable}"))
-    result = bash(script, "10.0.0.7", folder=str(tmp_path))
-    assert result.returncode == 1
-    assert "this task may use 1 of the node's 64 processors, for 2 ranks" in result.stderr
-    assert "'cluster.sbatch=[cpus-per-task=64]'" in result.stderr
+    settings = ("cluster.rollout_nodes=1", "rollout.server.count=2")
+    run = job(f"output={tmp_path}/out", f"cluster.python={sys.executable}", *settings)
+    for role, work in (("train", "2 ranks"), ("serve", "its servers' 2 workers")):
+        result = bash(script_of(role, run), "10.0.0.7", folder=str(tmp_path))
+        assert result.returncode == 1
+        assert f"this task may use 1 of the node's 64 processors, for {work}" in result.stderr
+        assert "'cluster.sbatch=[cpus-per-task=64]'" in result.stderr
 
 
 def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) -> None:
