@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import select
 from tests.support.cli import invoke
 from tests.support.processes import gone
+from tests.support.shell import write_script
 
 ROOT = Path(__file__).parents[3]
 NAMED = {part.name: part for part in PARTS}
@@ -34,6 +36,36 @@ def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)})
     sentence = "gpu check: this machine has no NVIDIA GPU (nvidia-smi lists none); nothing was checked\n"
     assert (done.returncode, done.stdout, done.stderr) == (3, "", sentence)
+
+
+@pytest.mark.parametrize(
+    ("python", "sentence"),
+    [
+        ("exit 1", "its wheels are for Python 3.12, and PYTHON is "),
+        (
+            '[[ $2 == *version_info* ]] && exit 0; echo "no torch" >&2; exit 1',
+            "PYTHON has no torch, which the machine must bring",
+        ),
+        ("exit 0", "the torch of PYTHON was built without CUDA"),
+        (
+            'case "$*" in *version_info*) ;; *torch.__version__*) echo 2.12.1 ;; *pip*) ;; *) cat >/dev/null; exit 7 ;; esac',
+            "te-2.11.0-torch-x.tar.xz was built for another torch than this machine's 2.12.1; without it",
+        ),
+    ],
+)
+def test_a_kit_for_another_machine_says_so(tmp_path: Path, python: str, sentence: str) -> None:
+    """The installation in a checkout whose kit is empty, with a script in place of Python."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "gpu_kit_install.sh", tmp_path / "scripts")
+    (tmp_path / "gpu-kit").mkdir()
+    for name in (".small", "te-2.11.0-torch-x.tar.xz"):
+        (tmp_path / "gpu-kit" / name).touch()
+    stand_in = write_script(tmp_path / "python", python)
+    environment = {**os.environ, "PYTHON": str(stand_in), "TEPO_KIT_SITE": str(tmp_path / "site")}
+    command = ["bash", str(tmp_path / "scripts" / "gpu_kit_install.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode != 0
+    assert sentence.replace("PYTHON", str(stand_in)) in done.stderr
 
 
 @pytest.mark.skipif(not isinstance(Gpu.find(), str), reason="this machine has a GPU")

@@ -43,6 +43,14 @@ def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
     assert found.worst.total < 0.9 * found.config.cluster.gpu_memory_gib * GIB
 
 
+def test_the_70b_recipes_overlap_and_the_long_one_keeps_caches() -> None:
+    runs = [load_run(EXAMPLES / name / "run.yaml") for name in ("llama3.3-70b", "llama3.3-70b-32k")]
+    assert [(run.train.schedule, run.objective.mismatch is not None, run.train.kv_cache) for run in runs] == [
+        ("overlap", True, "recompute"),
+        ("overlap", True, "keep"),
+    ]
+
+
 def test_a_run_without_a_bound_of_prompts_is_planned_with_the_longest_that_its_model_has_room_for() -> None:
     tiny = str(EXAMPLES / "tiny" / "run.yaml")
     found = plan(tiny, REPLAY)
