@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_140,
-    "tests, lines": 40_783,
-    "docs and docstrings, words": 109_840,
-    "public classes and functions": 840,
+    "package, lines": 50_219,
+    "tests, lines": 40_902,
+    "docs and docstrings, words": 109_896,
+    "public classes and functions": 841,
     "modules": 268,
     "modules below 60 lines": 41,
     "largest folder, files": 20,

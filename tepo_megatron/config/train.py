@@ -86,8 +86,10 @@ class TrainConfig(Section):
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; the end always writes one. 0: none by count."""
 
-    async_save: bool = False
-    """A thread writes checkpoints from host memory (12 bytes a parameter); a kill before its end loses one."""
+    async_save: bool | Literal["auto"] = "auto"
+    """A thread writes checkpoints from host memory (12 bytes a parameter); a kill before its end loses one. ``auto``: on GPUs,
+    if that is at most half of a node's free memory.
+    """
 
     save_minutes: NonNegativeFloat = 30.0
     """Minutes after which a step ends with a checkpoint, whatever ``save_every``. 0: never."""
@@ -123,6 +125,10 @@ class TrainConfig(Section):
 
     allow_change: tuple[str, ...] = ()
     """Fields or sections that may differ from the checkpoint's, such as ``[seed, objective.kl]``."""
+
+    def saves_beside_training(self, staged: float, host: float, *, on_gpu: bool) -> bool:
+        """``staged``, ``host``: a node's bytes."""
+        return on_gpu and 2 * staged <= host if self.async_save == "auto" else self.async_save
 
     @property
     def updates_per_step(self) -> int:

@@ -247,7 +247,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     )
     if config.train.save_every:
         size, rank_size = ranks.checkpoint_bytes / 1e9, ranks.rank_checkpoint_bytes / 1e9
-        how = "written beside training" if config.train.async_save else f"written at {cluster.storage_gb_per_s:g} GB/s"
+        how = "written beside training" if ranks.saves_beside_training else f"written at {cluster.storage_gb_per_s:g} GB/s"
         yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {rank_size:,.1f} GB a rank at most, {how}"
 
 

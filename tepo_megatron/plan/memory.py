@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.shapes import ModelSplit, ParameterCount, model_parameters
+from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, ParameterCount, model_parameters
 from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
@@ -290,11 +290,17 @@ class TrainingRanks:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return 12 * model_parameters(self.spec, self.config.model.lora)
+        return CHECKPOINT_BYTES * model_parameters(self.spec, self.config.model.lora)
 
     @property
     def rank_checkpoint_bytes(self) -> float:
-        return 12 * max(self.owned_weights(stage) for stage in range(self._parallel.pp))
+        return CHECKPOINT_BYTES * max(self.owned_weights(stage) for stage in range(self._parallel.pp))
+
+    @property
+    def saves_beside_training(self) -> bool:
+        cluster, world = self.config.cluster, self._parallel.world_size
+        staged, host = self.checkpoint_bytes * min(world, cluster.gpus_per_node) / world, cluster.host_memory_gib * GIB
+        return self.config.train.saves_beside_training(staged, host, on_gpu=self.config.engine.platform != "cpu")
 
     def host_memory(self, stage: int, memory: RankMemory, *, step_tokens: float) -> HostMemory:
         owned = self.owned_weights(stage)
@@ -302,7 +308,7 @@ class TrainingRanks:
             process=_PROCESS,
             states=self.host_state_bytes * owned,
             turns=memory.weights + memory.optimizer + memory.reference if is_colocated(self.config) else 0,
-            staged=12 * owned if self.config.train.async_save else 0,
+            staged=CHECKPOINT_BYTES * owned if self.saves_beside_training else 0,
             routes=2 * self._step_routes(step_tokens),
         )
 

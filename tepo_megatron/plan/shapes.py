@@ -97,6 +97,10 @@ def _trained_tensors(spec: ModelSpec, lora: LoraConfig | None = None) -> Mapping
     return shapes if lora is None else adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
 
 
+CHECKPOINT_BYTES = 12
+"""Of a trained parameter: the fp32 master and Adam's means."""
+
+
 @lru_cache(maxsize=64)
 def model_parameters(spec: ModelSpec, lora: LoraConfig | None = None) -> int:
     """Excludes padding; counts adapters alone with ``lora``."""

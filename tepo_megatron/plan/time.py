@@ -367,7 +367,7 @@ def _save(ranks: TrainingRanks) -> float:
     train, cluster = ranks.config.train, ranks.config.cluster
     if not train.save_every:
         return 0.0
-    if train.async_save:
+    if ranks.saves_beside_training:
         return ranks.rank_checkpoint_bytes / _pcie_rate(cluster) / train.save_every
     written = ranks.checkpoint_bytes / (cluster.storage_gb_per_s * 1e9)
     return (written + ranks.rank_checkpoint_bytes * DIGEST_SECONDS_PER_BYTE) / train.save_every

@@ -15,10 +15,11 @@ from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
-from tepo_megatron.run.step.placement import is_colocated
+from tepo_megatron.run.step.placement import Placement, is_colocated
 from tepo_megatron.run.step.stopping import Stopping
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.trainer.protocol import Trainer
 
@@ -43,10 +44,13 @@ class Loop:
     skipped: SkippedUpdates = field(init=False)
     rollback: Rollback = field(init=False)
     stopping: Stopping = field(init=False)
+    saves_beside_training: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
         self.stopping.signals.at_risk = lambda: self.stopping.at_risk(self.step)
+        placement = Placement(self.config, this_machine())
+        self.saves_beside_training = self.engine.broadcast_from_root(placement.saves_beside_training(self.engine.spec))
         keep = None if self.rank0 is None else self.rank0.keep_skipped
         self.skipped = SkippedUpdates(self.config, keep, self.engine.broadcast_from_root)
         self.rollback = Rollback(self.config.train.rollback)
@@ -175,9 +179,9 @@ class Loop:
             self.save()
 
     def save(self) -> None:
-        """With ``train.async_save``, the checkpoint counts only after ``finish_save``."""
+        """If it is written beside training, the checkpoint counts only after ``finish_save``."""
         self.finish_save()
-        folder, background = self.config.output / "checkpoints", self.config.train.async_save
+        folder, background = self.config.output / "checkpoints", self.saves_beside_training
         state = self.on_root(lambda rank0: rank0.state()) or {}
         self.engine.checkpoints.begin(folder, step=self.step, state=state, background=background)
         if not background:

@@ -9,6 +9,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan import problems_of
+from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.weights.architecture import ModelSpec
@@ -67,6 +68,12 @@ class Placement:
         overlaps = self.config.train.schedule == "overlap" and self.server.placement == "local"
         taken = sampler_spec().cores(self.server, cores) if overlaps and self.config.rollout.replay is None else set()
         return max(1, len(set(cores) - taken) // self.machine.local_ranks)
+
+    def saves_beside_training(self, spec: ModelSpec) -> bool:
+        staged = (
+            CHECKPOINT_BYTES * model_parameters(spec, self.config.model.lora) * self.machine.local_ranks / self.machine.ranks
+        )
+        return self.config.train.saves_beside_training(staged, self.machine.memory, on_gpu=self.on_gpus)
 
     def check(self) -> None:
         """Raises ValueError for what this machine cannot do."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.plan.shapes import resolve_spec
+from tepo_megatron.run.step import placement
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
+
+SPEC = resolve_spec("Qwen2.5-1.5B")[0]
 
 LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
 NODE = Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4)
@@ -40,11 +45,32 @@ def config(server: dict[str, Any], platform: str = "auto", *, threads: Any = Non
     ],
 )
 def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform: str, transport: str, first_gpu: int) -> None:
-    placement = Placement(config(server, platform), machine)
-    placement.check()
-    assert (placement.transport, placement.first_server_gpu) == (transport, first_gpu)
-    shared = range(placement.workers) if server.get("placement") == "colocated" else ()  # by the trainer rank of that number
-    assert placement.shared_gpus == {worker: worker for worker in shared}
+    placed = Placement(config(server, platform), machine)
+    placed.check()
+    assert (placed.transport, placed.first_server_gpu) == (transport, first_gpu)
+    shared = range(placed.workers) if server.get("placement") == "colocated" else ()  # by the trainer rank of that number
+    assert placed.shared_gpus == {worker: worker for worker in shared}
+
+
+@pytest.mark.parametrize(
+    ("machine", "platform", "async_save", "expected"),
+    [
+        (ONE_GPU, "auto", "auto", True),
+        (ONE_GPU, "cpu", "auto", False),
+        (LAPTOP, "auto", "auto", False),
+        (LAPTOP, "auto", True, True),
+        (ONE_GPU, "auto", False, False),
+        (replace(ONE_GPU, memory=23 * 10**6), "auto", "auto", False),  # 12 bytes of a million parameters are more than half
+        (replace(ONE_GPU, memory=25 * 10**6), "auto", "auto", True),
+        (replace(TWO_NODES, memory=13 * 10**6), "auto", "auto", True),  # a node has half of the ranks
+    ],
+)
+def test_checkpoints_are_written_beside_training_on_gpus_whose_hosts_have_room(
+    machine: Machine, platform: str, async_save: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "model_parameters", lambda spec, lora: 10**6)
+    run = RunConfig.model_validate({"engine": {"platform": platform}, "train": {"async_save": async_save}})
+    assert Placement(run, machine).saves_beside_training(SPEC) == expected
 
 
 @pytest.mark.parametrize(
