@@ -25,13 +25,14 @@ _JOB, _ATTEMPT = "TEPO_JOB", "TEPO_ATTEMPT"
 
 class RanksEnd(NamedTuple):
     """``lost``: a rank was killed, hung, or failed by an error that is no sentence for the user: another try may succeed.
-    ``killed``: process ids of this machine's ranks that a signal ended.
+    ``killed``: process ids of this machine's ranks that a signal ended. ``advice``: what to do if it is the job's end.
     """
 
     code: int
     message: str = ""
     lost: bool = False
     killed: tuple[int, ...] = ()
+    advice: str = ""
 
 
 def job_name() -> str:

@@ -25,7 +25,7 @@ from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, not_ignored
 from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, FailureReport, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
-from tepo_megatron.runtime.restarts import NodeMeeting, RanksEnd, attempt, run_attempts
+from tepo_megatron.runtime.restarts import NodeMeeting, RanksEnd, attempt, job_name, run_attempts
 from tepo_megatron.runtime.supervise import folder_name
 from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
 
@@ -38,6 +38,7 @@ _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
 _FROM_CHECKPOINT = "go on from its newest checkpoint with --resume"
+_ENDED = f". The job is ended; {_FROM_CHECKPOINT}"
 
 
 def run_ranks(
@@ -55,7 +56,7 @@ def run_ranks(
     """
     command = ["-m", module, *arguments]
     end = run_attempts(lambda: _run_attempt(command, world_size, status), max_restarts)
-    return end.code, end.message
+    return end.code, end.message + end.advice
 
 
 def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -> RanksEnd:
@@ -80,7 +81,7 @@ def _explained(end: RanksEnd, hangs: Sequence[str], failure: Path) -> RanksEnd:
     if end.code in (0, INTERRUPTED, PREEMPTED):
         return RanksEnd(end.code)
     if hangs:
-        return end._replace(message=f"{hangs[0]}. The job is ended; {_FROM_CHECKPOINT}", lost=True)
+        return end._replace(message=hangs[0], lost=True, advice=_ENDED)
     report = FailureReport.read(failure)
     if report is None:
         return end
@@ -154,7 +155,7 @@ def _run_node_attempt(
 
     def note_hang(sentence: str) -> None:
         hangs.append(sentence)
-        print_error(f"{sentence}. The job is ended; {_FROM_CHECKPOINT}")
+        print_error(sentence if job_name() else f"{sentence}{_ENDED}")
 
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
         failure = Path(folder) / "failure.json"

@@ -298,6 +298,18 @@ def test_a_rank_that_is_stopped_or_does_not_go_on_ends_the_job_with_one_sentence
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_ranks_that_hang_start_again(start, tmp_path: Path) -> None:
+    parent = start("still", parent=PARENT.replace("status=", "max_restarts=1, status="))
+    _, err = parent.communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == 128 + signal.SIGKILL
+    again, last = [line for line in err.splitlines() if "(train.hang_timeout_s = 2), in phase score" in line]
+    assert again.endswith("(restart 1 of at most 1, train.max_restarts)")
+    assert "The job is ended" not in again
+    assert last.endswith(". The job is ended; go on from its newest checkpoint with --resume")
+
+
+@pytest.mark.slow
 def test_a_hang_ends_also_where_no_report_can_be_written(start, tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file where a folder should be")
     parent = start("still")
