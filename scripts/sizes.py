@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_221,
-    "tests, lines": 40_914,
-    "docs and docstrings, words": 109_906,
+    "package, lines": 50_282,
+    "tests, lines": 41_132,
+    "docs and docstrings, words": 110_026,
     "public classes and functions": 841,
     "modules": 268,
     "modules below 60 lines": 41,

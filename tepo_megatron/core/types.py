@@ -6,7 +6,7 @@ S sequences, T packed tokens. A ``_T`` value at t belongs to the *label* there, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,8 @@ class Batch:
         import torch
 
         lengths_S = self.lengths_S
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths_S.device), lengths_S)
+        index_S = torch.arange(self.num_sequences, device=lengths_S.device)
+        return torch.repeat_interleave(index_S, lengths_S, output_size=self.num_tokens)
 
     @property
     def positions_T(self) -> Tensor:
@@ -87,28 +88,63 @@ class Batch:
         indices: list[int] = self.sequence_index_T[self.loss_mask_T].unique().tolist()  # type: ignore[no-untyped-call]
         return indices
 
-    def token_index(self, sequences: Sequence[int]) -> Tensor:
+    def token_index(self, sequences: Sequence[int], offsets: Sequence[int] | None = None) -> Tensor:
+        """Returns int64 on the host. ``offsets``: ``cu_seqlens``, which it waits for otherwise."""
         import torch
 
-        offsets = self.cu_seqlens.tolist()
+        offsets = self.cu_seqlens.tolist() if offsets is None else offsets
         runs = [torch.arange(offsets[s], offsets[s + 1]) for s in sequences]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.tokens_T.device)
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *runs])
 
-    def select(self, sequences: Sequence[int]) -> Batch:
+    def select(self, sequences: Sequence[int], offsets: Sequence[int] | None = None) -> Batch:
         import torch
 
-        index_T = self.token_index(sequences)
-        index_S = torch.tensor(list(sequences), dtype=torch.int64, device=index_T.device)
+        local = self.token_index(sequences, offsets), torch.tensor(list(sequences), dtype=torch.int64)
+        there = [index.to(self.tokens_T.device, non_blocking=True) for index in local]
         changes: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, SamplingMask):
-                changes[f.name] = value[index_T.cpu().numpy()]
+                changes[f.name] = value[local[0].numpy()]
             elif value is not None and f.name not in ("cu_seqlens", "expert_load_LE"):
-                changes[f.name] = value[(index_T if f.name.endswith("_T") else index_S).to(value.device)]
+                index_T, index_S = local if value.device.type == "cpu" else there
+                changes[f.name] = value[index_T if f.name.endswith("_T") else index_S]
         cu_seqlens = self.cu_seqlens.new_zeros(len(sequences) + 1)
-        cu_seqlens[1:] = self.lengths_S[index_S].cumsum(0)
+        cu_seqlens[1:] = self.lengths_S[there[1]].cumsum(0)
         return replace(self, cu_seqlens=cu_seqlens, **changes)
+
+
+class Checks:
+    """Errors by numbers on the device. The host waits once for many."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, Callable[..., ValueError]]] = []
+
+    def refuse(self, wrong_N: Tensor, error: Callable[..., ValueError], *facts: Tensor) -> None:
+        """Notes ``error(index, *facts[..., index])`` of the first in ``wrong_N``."""
+        import torch
+
+        if wrong_N.numel():
+            first = wrong_N.byte().argmax(0, keepdim=True)
+            numbers = (wrong_N[first], first, *(fact[..., first].flatten() for fact in facts))
+            self._noted.append((torch.cat([number.double() for number in numbers]), error))
+
+    @staticmethod
+    def first_errors(several: Sequence[Checks]) -> list[ValueError | None]:
+        """Returns the first of each."""
+        import torch
+
+        noted = [one for checks in several for one in checks._noted]
+        numbers = iter(torch.cat([facts for facts, _ in noted]).tolist() if noted else [])
+        errors: list[ValueError | None] = []
+        for checks in several:
+            facts = [([next(numbers) for _ in range(held.numel())], error) for held, error in checks._noted]
+            errors.append(next((error(int(index), *rest) for (wrong, index, *rest), error in facts if wrong), None))
+        return errors
+
+    def raise_first(self) -> None:
+        if (error := self.first_errors([self])[0]) is not None:
+            raise error
 
 
 @dataclass(frozen=True)
@@ -121,6 +157,8 @@ class TokenScores:
     """Slope of the entropy H along e_k − p, the direction of a policy-gradient step on the label k with A > 0: Σ_j p_j² (log
     p_j + H) − p_k (log p_k + H). Detached; None if not requested.
     """
+    checks: Checks | None = field(default=None, kw_only=True)
+    """Notes errors; None: they are raised."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +184,13 @@ BINS = 1 + _OCTAVES * _PER_OCTAVE
 
 
 def count_moves(move_T: Tensor, where_T: Tensor) -> Tensor:
-    """Returns int64 [BINS] on the host: tokens by their positive moves, equal over ranks once they are added up."""
+    """Returns int64 [BINS]: tokens by their positive moves, equal over ranks once they are added up."""
     import torch
 
-    move_N = move_T[where_T].detach().double()
-    bins_N = ((move_N.clamp(min=_LEAST) / _LEAST).log2() * _PER_OCTAVE).floor().long().clamp(max=BINS - 2) + 1
-    return torch.bincount(torch.where(move_N > 0, bins_N, 0), minlength=BINS).cpu()
+    move_T = move_T.detach().double()
+    bins_T = ((move_T.clamp(min=_LEAST) / _LEAST).log2() * _PER_OCTAVE).floor().clamp(max=BINS - 2).long() + 1
+    counts_B = torch.zeros(BINS, dtype=torch.int64, device=move_T.device)
+    return counts_B.index_add_(0, torch.where(move_T > 0, bins_T, 0), where_T.long())  # a bincount waits for the device
 
 
 def bound_for_share(counts_B: Tensor, share: float) -> float | None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
-from tepo_megatron.core.types import TokenScores
+from tepo_megatron.core.types import Checks, TokenScores
 from tepo_megatron.tools.bench.scores import methods
 from tests.support.dense_scores import assert_scores, cases, compare, compare_fused, dense_logprob_and_entropy, loss
 
@@ -105,7 +105,8 @@ def _shard(labels, rank, width, vocab, temperature):
     columns = min(max(vocab - rank * width, 0), width)
     column = labels - rank * width
     inside = (column >= 0) & (column < columns)
-    return Scoring(None, temperature, columns, labels.numel(), None, LocalLabels(torch.where(inside, column, 0), inside), True)
+    local = LocalLabels(torch.where(inside, column, 0), inside)
+    return Scoring(None, temperature, columns, labels.numel(), None, local, Checks(), True)
 
 
 @pytest.mark.parametrize(("world", "width", "vocab"), [(2, 150, 300), (2, 150, 270), (3, 140, 200)])
@@ -119,7 +120,7 @@ def test_shards(world, width, vocab):
     shards, stats_pRK = logits.split(width, 1), torch.full((world, 5, 6), torch.nan)
     for shard, scoring, stats_RK in zip(shards, scorings, stats_pRK, strict=True):
         statistics(shard, scoring, stats_RK)
-    scores, slope_R = combine(merge(stats_pRK, 0.7), None, 0.7, None)
+    scores, slope_R = combine(merge(stats_pRK, 0.7), None, 0.7, None, Checks())
     assert_scores(TokenScores(scores.logprob_R, scores.entropy_R, slope_R), oracle, 1e-5)
     out = torch.full_like(logits, torch.nan)
     for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,8 @@ from tepo_megatron.core.objective.advantage import advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
-from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom, check_token_values
-from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores, count_moves
+from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
+from tepo_megatron.core.types import Batch, Checks, ObjectiveOutput, TokenScores, count_moves
 from tepo_megatron.errors import NotFiniteError
 
 
@@ -114,7 +115,34 @@ def _check_step(batch: Batch, *, reference: bool) -> None:
     if not batch.advantages_S.isfinite().all():
         raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
     names = ("old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T")
-    check_token_values({name: getattr(batch, name) for name in names}, batch)
+    _check_token_values({name: getattr(batch, name) for name in names}, batch)
+
+
+def _check_token_values(values_by_name: Mapping[str, Tensor | None], batch: Batch, checks: Checks | None = None) -> None:
+    """Raises ValueError (notes it in ``checks``) unless all are finite for every response token."""
+    shape = tuple(batch.tokens_T.shape)
+    if batch.loss_mask_T.shape != shape:
+        raise ValueError(
+            f"loss_mask_T has shape {tuple(batch.loss_mask_T.shape)} but tokens_T {shape}; the mask needs one entry per token"
+        )
+    by_name = {name: values_T for name, values_T in values_by_name.items() if values_T is not None}
+    for name, values_T in by_name.items():
+        if values_T.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(values_T.shape)} but tokens_T {shape}; give one value per token")
+
+    def error(index: int, value: float) -> ValueError:
+        name, token = list(by_name)[index // batch.num_tokens], index % batch.num_tokens
+        return NotFiniteError(
+            f"{name} is {value} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
+            f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
+            "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"
+        )
+
+    values_N = torch.cat([values_T.detach() for values_T in by_name.values()])
+    noted = Checks() if checks is None else checks
+    noted.refuse(batch.loss_mask_T.repeat(len(by_name)) & ~values_N.isfinite(), error, values_N)
+    if checks is None:
+        noted.raise_first()
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
@@ -189,9 +217,11 @@ class Objective:
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
         """Returns a micro-batch's share of the loss, differentiable in ``scores``.
 
-        ``batch`` has whole sequences. Raises ValueError if shapes differ, or a score at a response token is not finite.
+        ``batch`` has whole sequences. Raises ValueError if shapes differ, or, unless ``scores.checks`` notes it, a score at a
+        response token is not finite.
         """
-        check_token_values({f"scores.{name}": values_T for name, values_T in vars(scores).items()}, batch)
+        names = ("logprob", "entropy", "entropy_slope")
+        _check_token_values({f"scores.{name}": getattr(scores, name) for name in names}, batch, scores.checks)
         values = self.token_values(scores, batch, context)
         ratio_T, held = bounded_ratio(self.config, values)
         chosen_T, detached_T, penalty_T = context.mechanisms.apply(values)
@@ -220,8 +250,8 @@ class Objective:
         assert batch.old_logprobs_T is not None
 
         def inside(values_T: Tensor) -> Tensor:
-            """Outside the mask 0 · nan would be nan."""
-            return torch.where(mask_T, values_T, 0.0)
+            """Outside the mask 0 · nan would be nan; other nans are in ``scores.checks``."""
+            return torch.where(mask_T & values_T.isfinite(), values_T, 0.0)
 
         reference_T = batch.reference_logprobs_T if self.needs_reference else None
         advantage_T, logprob_T = inside(batch.advantages_S[index_T]), inside(scores.logprob)

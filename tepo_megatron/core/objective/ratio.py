@@ -21,10 +21,9 @@ def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int)
 def _prefix_sum(values_T: Tensor, sequence_index_T: Tensor) -> Tensor:
     values_T = values_T.double()
     sums_T = values_T.cumsum(0)
-    is_first_T = torch.ones_like(sequence_index_T, dtype=torch.bool)
-    is_first_T[1:] = sequence_index_T[1:] != sequence_index_T[:-1]
-    before_S = (sums_T - values_T)[is_first_T]
-    return sums_T - before_S[is_first_T.cumsum(0) - 1]
+    first_T = torch.arange(sequence_index_T.numel(), device=sequence_index_T.device)
+    first_T[1:] *= sequence_index_T[1:] != sequence_index_T[:-1]
+    return sums_T - (sums_T - values_T)[first_T.cummax(0).values]
 
 
 def length_factor(ratio: Ratio, values: TokenValues) -> Tensor:

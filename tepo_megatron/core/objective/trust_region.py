@@ -95,7 +95,7 @@ def surrogate(
         weight_T = raw_T.clamp(None if region.low is None else 1 - region.low, 1 + region.high)
         return Surrogate(weight_T * advantage_T * logprob_T, raw_T < weight_T, raw_T > weight_T)
     if region.kind == "soft_gate":
-        tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(region.tau_positive), ratio_T.new_tensor(region.tau_negative))
+        tau_T = torch.full_like(ratio_T, region.tau_negative).masked_fill(advantage_T > 0, region.tau_positive)
         never_T = torch.zeros_like(values.mask_T)
         return Surrogate(4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, never_T, never_T)
     if region.kind == "divergence":

@@ -5,7 +5,6 @@ The covariance is c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/referen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective.custom import CustomKind
-from tepo_megatron.core.types import Batch
-from tepo_megatron.errors import NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -59,28 +56,6 @@ class TokenValues:
     covariance_T: Tensor
     lengths_S: Tensor
     """Response tokens, floating point."""
-
-
-def check_token_values(values_by_name: Mapping[str, Tensor | None], batch: Batch) -> None:
-    """Raises ValueError unless all are finite for every response token."""
-    shape = tuple(batch.tokens_T.shape)
-    if batch.loss_mask_T.shape != shape:
-        raise ValueError(
-            f"loss_mask_T has shape {tuple(batch.loss_mask_T.shape)} but tokens_T {shape}; the mask needs one entry per token"
-        )
-    for name, values_T in values_by_name.items():
-        if values_T is None:
-            continue
-        if values_T.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(values_T.shape)} but tokens_T {shape}; give one value per token")
-        wrong_T = batch.loss_mask_T & ~values_T.isfinite()
-        if wrong_T.any():
-            token = int(wrong_T.nonzero()[0])
-            raise NotFiniteError(
-                f"{name} is {values_T[token].item()} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
-                f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
-                "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"
-            )
 
 
 def check_custom(kind: CustomKind, result: Any, method: str, like: Tensor, unit: str = "token") -> Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
 from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine, plan_scoring, reduce_scatter
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
-from tepo_megatron.core.types import TokenScores
+from tepo_megatron.core.types import Checks, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,6 +38,8 @@ def fused_linear_logprob_and_entropy(
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    scored: int | None = None,
+    checks: Checks | None = None,
     backend: BackendName = "auto",
 ) -> TokenScores:
     """Computes `logprob_and_entropy` of ``hidden @ weightᵀ`` a chunk at a time, without all logits.
@@ -74,11 +76,15 @@ def fused_linear_logprob_and_entropy(
         mask_T=mask_T,
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
+        scored=scored,
+        checks=checks,
     )
     backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None)
     apply = _FusedLinear.apply
     scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion)  # type: ignore[no-untyped-call]
-    return TokenScores(*scores)
+    if checks is None:
+        scoring.checks.raise_first()
+    return TokenScores(*scores, checks=checks)
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -139,7 +145,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _scores_of(ctx: Any, scoring: Scoring, stats_RK: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
+    rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group, scoring.checks)
     ctx.scoring = scoring
     ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
     ctx.save_for_backward(*saved, *rows)
@@ -232,6 +238,8 @@ def logprob_and_entropy(
     inplace_backward: bool = False,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
+    scored: int | None = None,
+    checks: Checks | None = None,
     backend: BackendName = "auto",
 ) -> TokenScores:
     """Computes each label's log-probability and the entropy of softmax(logits / temperature).
@@ -248,6 +256,8 @@ def logprob_and_entropy(
         inplace_backward: write the gradient over the logits.
         entropy_slope: also compute `TokenScores.entropy_slope`, for the logits divided by the temperature.
         kept_TK: int32 or int64 [T, K]: the distribution's tokens other than the label, padded with -1. None: all.
+        scored: how many ``mask_T`` has; otherwise the host waits for the device.
+        checks: notes errors in labels and logits, which are raised otherwise.
         backend: ``torch``; ``cpp`` for CPUs, compiled on first use; ``triton`` for GPUs; ``auto``: the fastest that works.
 
     Returns fp32 [T] (fp64 for fp64 logits), natural logarithm, differentiable once, except the slope.
@@ -269,9 +279,14 @@ def logprob_and_entropy(
         mask_T=mask_T,
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
+        scored=scored,
+        checks=checks,
     )
     chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None)
-    return TokenScores(*_LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward))  # type: ignore[no-untyped-call]
+    scores = _LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward)  # type: ignore[no-untyped-call]
+    if checks is None:
+        scoring.checks.raise_first()
+    return TokenScores(*scores, checks=checks)
 
 
 class _LogprobAndEntropy(torch.autograd.Function):

@@ -8,6 +8,7 @@ entropy's slope adds Σ e^2t and Σ e^2t·t: K = 6.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.core.types import Checks
 from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Scoring:
     tokens: int
     rows_R: Tensor | None  # int64; None if all are scored
     labels: LocalLabels
+    checks: Checks
     entropy_slope: bool = False
     kept_tokens: LocalLabels | None = None  # None: the whole vocabulary
 
@@ -76,8 +79,11 @@ def plan_scoring(
     mask_T: Tensor | None,
     entropy_slope: bool,
     kept_TK: Tensor | None = None,
+    scored: int | None = None,
+    checks: Checks | None = None,
 ) -> Scoring:
     """``width``: the shard's columns with padding. Raises ValueError."""
+    checks = Checks() if checks is None else checks
     rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     vocab_size = width * world if vocab_size is None else vocab_size
     if not 0 < vocab_size <= width * world:
@@ -92,7 +98,9 @@ def plan_scoring(
         _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
     if kept_TK is not None:
         _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
-    rows_R = None if mask_T is None else mask_T.nonzero().squeeze(1)
+    rows_R = None
+    if mask_T is not None:
+        rows_R = (mask_T.nonzero() if scored is None else mask_T.nonzero_static(size=scored)).squeeze(1)
     # Padding is at the end of the whole vocabulary: the last shards have it, and a small one may be padding alone.
     columns = min(max(vocab_size - rank * width, 0), width)
 
@@ -106,9 +114,9 @@ def plan_scoring(
 
     labels_R = of_rows(labels_T)
     kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
-    _check_ids(labels_R, kept_RK, rows_R, vocab_size)
+    _check_ids(labels_R, kept_RK, rows_R, vocab_size, checks)
     kept_tokens = None if kept_RK is None else local(kept_RK)
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, local(labels_R), entropy_slope, kept_tokens)
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, local(labels_R), checks, entropy_slope, kept_tokens)
 
 
 def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -119,22 +127,30 @@ def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tupl
         )
 
 
-def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, rows_R: Tensor | None, vocab_size: int) -> None:
-    def token(row: int) -> int:
-        return row if rows_R is None else int(rows_R[row])
+def _tokens(rows_R: Tensor | None, like_R: Tensor) -> Tensor:
+    return torch.arange(like_R.numel(), device=like_R.device) if rows_R is None else rows_R
 
-    wrong_R = (labels_R < 0) | (labels_R >= vocab_size)
-    if wrong_R.any():
-        row = int(wrong_R.nonzero()[0])
-        raise ValueError(
-            f"the label of token {token(row)} is {int(labels_R[row])}, outside [0, {vocab_size}); leave tokens without a label "
-            "out of mask_T, and check that tokenizer and model agree on the vocabulary"
+
+def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, rows_R: Tensor | None, vocab_size: int, checks: Checks) -> None:
+    """A wrong id is in no shard: nothing is read out of bounds."""
+    token_R = _tokens(rows_R, labels_R)
+
+    def wrong_label(_: int, token: float, label: float) -> ValueError:
+        return ValueError(
+            f"the label of token {token:.0f} is {label:.0f}, outside [0, {vocab_size}); leave tokens without a label out of "
+            "mask_T, and check that tokenizer and model agree on the vocabulary"
         )
-    if kept_RK is not None and (wrong_RK := (kept_RK >= vocab_size) | (kept_RK == labels_R.unsqueeze(1))).any():
-        row, index = wrong_RK.nonzero()[0].tolist()
-        kept = int(kept_RK[row, index])
+
+    def wrong_kept(_: int, token: float, kept: float) -> ValueError:
         problem = f"is outside [0, {vocab_size})" if kept >= vocab_size else "is the label itself, which counts already"
-        raise ValueError(f"kept token {kept} of token {token(row)} {problem}; sampler and model must agree on the vocabulary")
+        where = f"kept token {kept:.0f} of token {token:.0f}"
+        return ValueError(f"{where} {problem}; sampler and model must agree on the vocabulary")
+
+    checks.refuse((labels_R < 0) | (labels_R >= vocab_size), wrong_label, token_R, labels_R)
+    if kept_RK is not None and kept_RK.numel():
+        wrong_RK = (kept_RK >= vocab_size) | (kept_RK == labels_R.unsqueeze(1))
+        first_R1 = wrong_RK.byte().argmax(1, keepdim=True)
+        checks.refuse(wrong_RK.any(1), wrong_kept, token_R, kept_RK.gather(1, first_R1).squeeze(1))
 
 
 def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
@@ -174,14 +190,14 @@ class Gradients(NamedTuple):
 
 
 def combine(
-    stats_RK: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None
+    stats_RK: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None, checks: Checks
 ) -> tuple[RowScores, Tensor | None]:
-    """Every rank calls. K = 6 gives the slope of the entropy. Raises ValueError on all ranks."""
+    """Every rank calls, and notes the same errors. K = 6 gives the slope of the entropy."""
     stats_pRK = stats_RK.unsqueeze(0)
     if tp_group is not None and stats_RK.numel():
         stats_pRK = all_gather(stats_RK, tp_group).view(-1, *stats_RK.shape)
     max_R, sum_R, weighted_R, label_R, *squares = merge(stats_pRK, temperature).unbind(-1)
-    _check_finite(sum_R, stats_pRK[..., 1], rows_R)
+    _check_finite(sum_R, stats_pRK[..., 1], rows_R, checks)
     log_sum_R = sum_R.log()
     # log p = t − log S, and H = −Σ p log p = log S − Σ p t = log S − U/S
     label_t_R = (label_R - max_R) / temperature
@@ -210,17 +226,15 @@ def merge(stats_pRK: Tensor, temperature: float) -> Tensor:
     return torch.stack(merged, -1)
 
 
-def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None) -> None:
-    wrong_R = ~(sum_R.isfinite() & (sum_R > 0))
-    if not wrong_R.any():
-        return
-    first = int(wrong_R.nonzero()[0])
-    token = first if rows_R is None else int(rows_R[first])
-    # A NaN or +inf makes the sum of its shard NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
-    ranks = (~sum_pR[:, first].isfinite()).nonzero().flatten().tolist()
-    if ranks:
-        raise NotFiniteError(
-            f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token}; look at the weights after the "
+def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None, checks: Checks) -> None:
+    def error(_: int, token: float, *sum_p: float) -> ValueError:
+        # A NaN or +inf makes the sum of its shard NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
+        ranks = [rank for rank, total in enumerate(sum_p) if not math.isfinite(total)]
+        if not ranks:
+            return NotFiniteError(f"every logit of token {token:.0f} is −inf; a sampler's mask must leave at least one token")
+        return NotFiniteError(
+            f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token:.0f}; look at the weights after the "
             "last step and at the learning rate"
         )
-    raise NotFiniteError(f"every logit of token {token} is −inf; a sampler's mask must leave at least one token")
+
+    checks.refuse(~(sum_R.isfinite() & (sum_R > 0)), error, _tokens(rows_R, sum_R), sum_pR)

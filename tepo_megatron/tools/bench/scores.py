@@ -281,7 +281,7 @@ def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> 
     scoring = plan_scoring(labels, tokens=tokens, width=width, tp_group=group, **options)
     stats = torch.empty(tokens, scoring.statistics, device=logits.device)
     backend.statistics(logits, scoring, stats)
-    scores, _ = combine(stats, None, 1.0, group)
+    scores, _ = combine(stats, None, 1.0, group, scoring.checks)
     return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tepo_megatron.config import EngineConfig
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy, noise_quantiles, rerounded
-from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.core.types import Batch, Checks, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
@@ -78,20 +78,24 @@ class Forward:
     ) -> list[dict[str, Any]]:
         """Every rank calls. Returns ``loss``'s values of each micro-batch, on the last pipeline stage.
 
-        After a NotFiniteError a micro-batch's loss is NaN and its values have the reason as ``NOT_FINITE``.
+        Values of a micro-batch that is not finite have the reason as ``NOT_FINITE``. Raises ValueError, at the end for labels.
         """
-        members = [batch.select(sequences) for sequences in micro_batches]
-        tokens = [padded_tokens(micro.lengths_S.tolist(), self.ranks.cp) for micro in members]
+        offsets = batch.cu_seqlens.tolist()
+        lengths = [[offsets[s + 1] - offsets[s] for s in sequences] for sequences in micro_batches]
+        tokens = [padded_tokens(of_micro, self.ranks.cp) for of_micro in lengths]
         sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
         if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":  # ranks that share experts gather tokens
             most = torch.tensor(sizes, device=self.platform.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
             sizes = most.tolist()
-        shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
+        members = [batch.select(sequences, offsets) for sequences in micro_batches]
+        shares = [cut(*micro, self.ranks) for micro in zip(members, lengths, sizes, strict=True)]
+        scored = torch.stack([share.mask_t.sum() for share in shares]).tolist()
         with self.platform.megatron():
             results: list[dict[str, Any]] = get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
-                data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
+                # every chunk asks for each micro-batch
+                data_iterator=[enumerate(zip(shares, scored, strict=True)) for _ in chunks],
                 model=list(chunks),
                 num_microbatches=len(shares),
                 # for Megatron a packed micro-batch is one sequence over all context-parallel ranks
@@ -102,6 +106,11 @@ class Forward:
             )
         if self.routers is not None:
             self.routers.end_run()
+        for number, error in enumerate(Checks.first_errors([values.pop("checks") for values in results])):
+            if isinstance(error, NotFiniteError):  # other ranks do not know: they agree afterwards (``update.py``)
+                results[number][NOT_FINITE] = f"micro-batch {number}: {error}"
+            elif error is not None:
+                raise ValueError(f"micro-batch {number}: {error}") from error
         return results
 
     def _stages(self, chunks: Sequence[torch.nn.Module], sizes: Sequence[int]) -> dict[str, Any]:
@@ -115,9 +124,9 @@ class Forward:
         return {"p2p_communicator": stages, "pg_collection": groups}
 
     def _step(
-        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: _LossFunction, *, train: bool
+        self, numbered: tuple[int, tuple[Share, int]], model: torch.nn.Module, loss: _LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-        number, share = numbered
+        number, (share, scored) = numbered
         self.on_progress()
         routed: AbstractContextManager[None] = nullcontext()
         if self.routers is not None:
@@ -126,32 +135,19 @@ class Forward:
             output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            head = fused_head(model)
             try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
-                value, values = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
-            except NotFiniteError as error:
-                # Other ranks do not know, and wait in the schedule's collectives: this one goes through them all with a
-                # loss of NaN, and the ranks agree afterwards (``update.py``).
-                parts = [output] if head is None else [output, head[0]]  # the weight too has a hook that must run
-                value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
-                values = {NOT_FINITE: f"micro-batch {number}: {error}"}
+                scores = share.gather(self._local_scores(output.squeeze(0), fused_head(model), share, scored, train=train))
+                value, values = loss(scores, share.micro)
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (update.py)
-            return value, torch.zeros((), dtype=torch.int, device=value.device), values
+            return value, torch.zeros((), dtype=torch.int, device=value.device), {**values, "checks": scores.checks}
 
         return output, reduce
 
-    def _scores(self, output: Tensor, head: tuple[Tensor, bool] | None, share: Share, *, train: bool) -> TokenScores:
-        try:
-            return share.gather(self._local_scores(output, head, share, train=train))
-        except NotFiniteError:
-            # the other context-parallel ranks wait for this one's scores: they get NaN, and find it
-            nothing_t = output.new_full(share.labels_t.shape, torch.nan, dtype=torch.float32)
-            share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
-            raise
-
-    def _local_scores(self, output: Tensor, head: tuple[Tensor, bool] | None, share: Share, *, train: bool) -> TokenScores:
+    def _local_scores(
+        self, output: Tensor, head: tuple[Tensor, bool] | None, share: Share, scored: int, *, train: bool
+    ) -> TokenScores:
         """``output``: logits [t, V/tp], or hidden states [t, H] with a fused head."""
         options: dict[str, Any] = {
             "tp_group": self.ranks.tp_group,
@@ -160,6 +156,8 @@ class Forward:
             "mask_T": share.mask_t,
             "entropy_slope": train and self.entropy_slope,
             "kept_TK": share.kept_tK,
+            "scored": scored,
+            "checks": Checks(),
             "backend": self.engine.score_backend,
         }
         if head is None:  # nothing reads the logits after the loss
@@ -185,7 +183,8 @@ class Forward:
             first = int(failed.nonzero()[0])
             reason = broadcast_json(reasons[0] if reasons else None, source=first, device=failed.device)
             raise NotFiniteError(f"rank {first}: {reason}")
-        places = [batch.token_index(sequences) for sequences in micro_batches]
+        offsets = batch.cu_seqlens.tolist()
+        places = [batch.token_index(sequences, offsets) for sequences in micro_batches]
         return TokenScores(*self.on_every_rank(places, [micro["scores"] for micro in results], (2, batch.num_tokens)))
 
     def measure_noise(self, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
@@ -205,13 +204,13 @@ class Forward:
     def on_every_rank(self, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         """Returns float32 [n, tokens], 0 where missing. Every rank calls.
 
-        ``places``: positions of local tokens; ``values_of``: [n, t], empty except on the last pipeline stage.
+        ``places``: positions of local tokens, on the host; ``values_of``: [n, t], empty except on the last pipeline stage.
         """
         result = torch.zeros(shape, device=self.platform.device)
         # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.
         if self.ranks.tp_rank == 0 and self.ranks.cp_rank == 0:
             for place, values in zip(places, values_of, strict=False):
-                result[:, place] = values
+                result[:, place.to(result.device, non_blocking=True)] = values
         # Each token was computed by one data-parallel rank; adding zeros brings it to all, unchanged.
         dist.all_reduce(result)
         return result

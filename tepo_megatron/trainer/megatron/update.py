@@ -181,10 +181,8 @@ _KEPT = "token_values"
 def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
     if micro.recorded_S is None:
         return {}
-    at_R = _recorded_T(micro).nonzero()[:, 0]
-    nothing_R = torch.full(at_R.shape, torch.nan, device=at_R.device)
-    columns = [output.token_values.get(name) for name in _TOKEN_VALUES]
-    return {_KEPT: torch.stack([nothing_R if value_T is None else value_T[at_R].float() for value_T in columns])}
+    nothing_T = torch.full_like(micro.sampler_logprobs_T, torch.nan)
+    return {_KEPT: torch.stack([output.token_values.get(name, nothing_T).float() for name in _TOKEN_VALUES])}
 
 
 def _gather_recorded(
@@ -192,15 +190,8 @@ def _gather_recorded(
 ) -> dict[str, Tensor]:
     if batch.recorded_S is None:
         return {}
-    recorded_T = _recorded_T(batch)
-    place_T = recorded_T.cumsum(0) - 1
-    indices = [batch.token_index(sequences) for sequences in micro_batches]
-    places = [place_T[index_T[recorded_T[index_T]]] for index_T in indices]
-    rows = forward.on_every_rank(places, [micro[_KEPT] for micro in results], (len(_TOKEN_VALUES), int(recorded_T.sum())))
-    values = dict(zip(_TOKEN_VALUES, rows, strict=True))
+    offsets = batch.cu_seqlens.tolist()
+    places = [batch.token_index(sequences, offsets) for sequences in micro_batches]
+    rows = forward.on_every_rank(places, [micro[_KEPT] for micro in results], (len(_TOKEN_VALUES), batch.num_tokens))
+    values = dict(zip(_TOKEN_VALUES, rows[:, (batch.recorded_S >= 0)[batch.sequence_index_T]], strict=True))
     return {**values, "masked": values["masked"] == 1}
-
-
-def _recorded_T(batch: Batch) -> Tensor:
-    assert batch.recorded_S is not None
-    return (batch.recorded_S >= 0)[batch.sequence_index_T]

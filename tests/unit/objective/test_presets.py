@@ -1,5 +1,6 @@
 """Every preset against its formula, on [sequence, token] in fp64, and against numbers by hand; and what must not matter."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -13,7 +14,9 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import RULES, Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.ratio import sequence_sum
-from tepo_megatron.core.types import TokenScores
+from tepo_megatron.core.types import Checks, TokenScores
+from tepo_megatron.errors import NotFiniteError
+from tests.support.host_waits import HostWaits
 from tests.support.objective_batches import assert_same, make_batch, masks, plain_step, whole
 
 
@@ -370,6 +373,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "opsm": {"preset": "dapo", "opsm": {"delta": 0.05}},
     "m2po": {"preset": "dapo", "m2po": {"threshold": 0.01}},
     "many drawn": {"preset": "clip_cov", "trust_region": {"fraction": 0.4, "cov_low": 0.0}},
+    "prefix, bounds by length": {"ratio": {"kind": "prefix"}, "trust_region": {"scale": "length", "low": 0.03, "high": 0.05}},
 }
 
 
@@ -381,6 +385,34 @@ def test_order_and_cuts_do_not_matter(variant, rows, seed, spread):
     objective = build_objective(ObjectiveConfig(**VARIANTS[variant]))
     for check in RULES.values():
         check(objective, make_batch(rows, seed=seed, spread=spread), seed)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=8)
+@given(rows=masks(), seed=st.integers(0, 99), data=st.data())
+def test_the_host_does_not_wait_for_a_micro_batch(variant, rows, seed, data):
+    """A score that is not finite is noted, as the error that is raised otherwise, and reaches no term."""
+    objective = build_objective(ObjectiveConfig(**VARIANTS[variant]))
+    batch, scores = ready = make_batch(rows, seed=seed).with_advantages(objective)
+    context = objective.prepare(batch)
+    values = [values_T.detach().clone() for values_T in (scores.logprob, scores.entropy, scores.entropy_slope)]
+    inside = batch.loss_mask_T.nonzero().flatten().tolist()
+    wrong = data.draw(st.dictionaries(st.sampled_from(inside), st.sampled_from([math.nan, math.inf, -math.inf]), max_size=3))
+    for token, value in wrong.items():
+        values[data.draw(st.integers(0, 2))][token] = value
+    with contextlib.ExitStack() as raised:
+        caught = raised.enter_context(pytest.raises(NotFiniteError)) if wrong else None
+        expected = objective(TokenScores(*values), batch, context)
+    checks = Checks()
+    with HostWaits() as waits:
+        output = objective(TokenScores(*values, checks=checks), batch, context)
+    assert not waits.places
+    (noted,) = Checks.first_errors([checks])
+    assert (noted and str(noted)) == (caught and str(caught.value))
+    assert output.numerator.isfinite()
+    if not wrong:
+        assert torch.equal(output.numerator, expected.numerator)
+        assert torch.equal(output.numerator, ready.output(objective, context).numerator)
 
 
 @pytest.mark.gpu_conditions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from tepo_megatron.core.scores import (
     noise_quantiles,
     rerounded,
 )
-from tepo_megatron.core.types import TokenScores
+from tepo_megatron.core.types import Checks, TokenScores
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tests.support.dense_scores import BACKENDS, assert_scores, cases, compare, compare_fused, dense_logprob_and_entropy, loss
+from tests.support.host_waits import HostWaits
 from tests.support.objective_batches import make_batch, masks
 
 
@@ -160,8 +162,6 @@ def test_peak_memory(dtype, inplace, bound, backend):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels_T": torch.tensor([0, 5, 2])}, r"label of token 1 is 5, outside \[0, 5\)"),
-        ({"labels_T": torch.tensor([0, -1, 2])}, r"label of token 1 is -1"),
         ({"labels_T": torch.tensor([0, 1, 4]), "vocab_size": 4}, r"label of token 2 is 4, outside \[0, 4\)"),
         ({"labels_T": torch.tensor([0, 1])}, r"labels_T is torch.int64 \(2,\) for 3 tokens"),
         ({"labels_T": torch.tensor([0.0, 1.0, 2.0])}, "give int64"),
@@ -173,7 +173,6 @@ def test_peak_memory(dtype, inplace, bound, backend):
         ({"logits_TVp": torch.zeros(3, 5, dtype=torch.int64)}, "logits_TVp is torch.int64"),
         ({"logits_TVp": torch.zeros(3, 1, 5)}, r"\(3, 1, 5\)"),
         ({"logits_TVp": torch.tensor([[0.0], [torch.nan], [0.0]]).expand(3, 5)}, "tensor-parallel rank 0, first at token 1"),
-        ({"logits_TVp": torch.full((3, 5), -torch.inf)}, "every logit of token 0 is −inf"),
         ({"backend": "magic"}, "backend = 'magic' is unknown; known: auto, torch, cpp, triton"),
     ],
 )
@@ -181,6 +180,48 @@ def test_bad_input(changes, message):
     arguments = {"logits_TVp": torch.zeros(3, 5), "labels_T": torch.tensor([0, 1, 2]), **changes}
     with pytest.raises(ValueError, match=message):
         logprob_and_entropy(**arguments)
+
+
+@given(
+    labels=st.lists(st.integers(-2, 6), min_size=1, max_size=8),
+    faults=st.dictionaries(st.integers(0, 7), st.sampled_from([torch.nan, torch.inf, -torch.inf]), max_size=2),
+    data=st.data(),
+)
+def test_a_noted_error_is_the_one_that_is_raised_otherwise(labels: list[int], faults: dict[int, float], data: Any) -> None:
+    """Of labels outside [0, 5) the first, else of kept tokens, else of rows with a fault. Without one the bits are the same."""
+    count = len(labels)
+    mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    logits, rows = torch.randn(count, 5), [row for row in range(count) if mask[row]]
+    for row in faults.keys() & set(rows):
+        logits[row, slice(None) if faults[row] == -torch.inf else data.draw(st.integers(0, 4))] = faults[row]
+    messages = [f"the label of token {row} is {labels[row]}, outside [0, 5)" for row in rows if not 0 <= labels[row] < 5]
+    messages += [
+        f"every logit of token {row} is −inf" if faults[row] == -torch.inf else f"first at token {row};"
+        for row in rows
+        if row in faults
+    ]
+    arguments: dict[str, Any] = {"mask_T": torch.tensor(mask), "entropy_slope": True}
+    if data.draw(st.booleans()):
+        tokens = st.lists(st.integers(-1, 6), min_size=2, max_size=2, unique=True)
+        kept = data.draw(st.lists(tokens, min_size=count, max_size=count))
+        arguments["kept_TK"] = torch.tensor(kept, dtype=torch.int32)
+        wrong = [(row, token) for row in rows for token in kept[row] if token >= 5 or token == labels[row] >= 0]
+        faulty = [message for message in messages if "label" in message]
+        messages = faulty + [f"kept token {token} of token {row} is" for row, token in wrong]
+        logits = logits.nan_to_num(0, 0, 0)
+    with contextlib.ExitStack() as raised:
+        caught = raised.enter_context(pytest.raises(ValueError, match=re.escape(messages[0]))) if messages else None
+        expected = logprob_and_entropy(logits, torch.tensor(labels), **arguments)
+    arguments |= {"scored": len(rows), "checks": Checks()}
+    with HostWaits() as waits:
+        scores = logprob_and_entropy(logits, torch.tensor(labels), **arguments)
+    assert not waits.places
+    (noted, nothing) = Checks.first_errors([scores.checks, Checks()])
+    assert nothing is None
+    assert (type(noted), str(noted)) == ((type(caught.value), str(caught.value)) if caught else (type(None), "None"))
+    if not messages:
+        assert torch.equal(scores.logprob, expected.logprob)
+        assert torch.equal(scores.entropy, expected.entropy)
 
 
 def test_hidden_states_and_head_must_fit():

@@ -18,7 +18,7 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
-from tepo_megatron.trainer.megatron.parallel.batch import cut, padded_tokens
+from tepo_megatron.trainer.megatron.parallel.batch import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.parallel.positions import rank_order
@@ -113,10 +113,14 @@ def assert_same(left: Batch, right: Batch) -> None:
 ONE_RANK = Ranks(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, None, None)
 
 
+def shared(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
+    return cut(micro, micro.lengths_S.tolist(), num_tokens, ranks)
+
+
 @given(rollouts, st.integers(0, 40))
 def test_padding_is_beginnings_of_the_longest_sequence_outside_the_mask(sampled: list[Rollout], extra: int) -> None:
     batch = pack(sampled).with_(advantages_S=torch.ones(len(sampled)))
-    share, tokens = cut(batch, batch.num_tokens + extra, ONE_RANK), batch.num_tokens
+    share, tokens = shared(batch, batch.num_tokens + extra, ONE_RANK), batch.num_tokens
     assert share.tokens_t.numel() == tokens + extra
     for name, expected in (("tokens_t", batch.tokens_T), ("labels_t", batch.labels_T), ("mask_t", batch.loss_mask_T)):
         assert torch.equal(getattr(share, name)[:tokens], expected), name
@@ -152,7 +156,7 @@ def test_routes_stay_with_their_tokens_and_have_none_for_the_last_of_a_sequence(
     batch = pack([replace(each, routed_experts=routes) for each, routes in zip(sampled, records, strict=True)])
     none, routes_T = [[255, 255]], batch.routed_experts_T
     assert routes_T.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]], none, [[6, 7]], none]
-    chosen_tLk = cut(batch.select([1, 0]), 11, ONE_RANK).chosen_tLk
+    chosen_tLk = shared(batch.select([1, 0]), 11, ONE_RANK).chosen_tLk
     assert chosen_tLk.tolist() == [[[6, 7]], none, [[0, 1]], [[2, 3]], [[4, 5]], *[none] * 6]
 
 
@@ -183,7 +187,7 @@ def test_sampling_masks_stay_with_their_labels(sampled: list[Rollout], extra: in
     for cp in (1, 2):
         size = -(-(padded_tokens(selected.lengths_S.tolist(), cp) + extra) // (2 * cp)) * 2 * cp
         for rank in range(cp):
-            share = cut(selected, size, replace(ONE_RANK, world=cp, rank=rank, cp=cp, cp_rank=rank))
+            share = shared(selected, size, replace(ONE_RANK, world=cp, rank=rank, cp=cp, cp_rank=rank))
             assert_masks_stand_at_labels(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist())
 
 
@@ -274,14 +278,10 @@ def test_too_few_sequences_are_refused() -> None:
 sizes = st.sampled_from([1, 2, 3, 4, 8])
 
 
-def offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), sizes)
 def test_each_rank_has_its_two_chunks_of_every_sequence(chunks: list[int], cp: int) -> None:
     """A token is computed once, as many on every rank; and at the positions that Megatron's RoPE takes them to have."""
-    order_T = rank_order(offsets([2 * cp * chunk for chunk in chunks]), cp)
+    order_T = torch.from_numpy(rank_order([2 * cp * chunk for chunk in chunks], cp))
     assert sorted(order_T.tolist()) == list(range(2 * cp * sum(chunks)))
     for rank, own_t in enumerate(order_T.view(cp, -1)):
         start = 0
@@ -303,7 +303,7 @@ def test_shares_are_all_of_a_micro_batch_and_padding_has_no_scores(lengths: list
     micro = pack(draw_rollouts(lengths))
     whole = token_multiple(EngineConfig(parallel={"cp": cp})) * multiple
     size = -(-padded_tokens(lengths, cp) // whole) * whole
-    shares = [cut(micro, size, Ranks(rank, cp, 1, 0, 1, 0, 1, 0, cp, rank, None, None)) for rank in range(cp)]
+    shares = [shared(micro, size, Ranks(rank, cp, 1, 0, 1, 0, 1, 0, cp, rank, None, None)) for rank in range(cp)]
     assert all(share.micro is micro for share in shares)
     assert all(share.tokens_t.numel() == size // cp for share in shares)
     source_T = shares[0].source_T

@@ -54,11 +54,11 @@ class PackedDotProductAttention(torch.nn.Module):
         queries, keys = _divide(lengths, self.cp, query.device)
         places: Iterable[Tensor | None] = repeat(None)
         if self.cp_group is not None:
-            order_T = rank_order(packed_seq_params.cu_seqlens_q, self.cp)
+            order_T = rank_order(lengths, self.cp)
             # backward: every rank's loss has a gradient for the keys and values of all, and they are summed
             both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
-            key, value = both[order_T.argsort()].chunk(2, -1)
-            positions_t = local_positions(packed_seq_params.cu_seqlens_q, self.cp, self.cp_group.rank())
+            key, value = both[torch.from_numpy(order_T.argsort())].chunk(2, -1)
+            positions_t = torch.from_numpy(local_positions(lengths, self.cp, self.cp_group.rank()))
             places = queries.rows(positions_t[:, None])
         attended = []
         for q, k, v, seen in zip(queries.rows(query), keys.rows(key), keys.rows(value), places, strict=False):

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tepo_megatron.core.rollout import SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
-from tepo_megatron.trainer.megatron.parallel.positions import rank_order
+from tepo_megatron.trainer.megatron.parallel.positions import local_positions, rank_order
 
 _PIECE_BYTES = 2**28  # limits GPU memory: a step's routes are gigabytes
 _ON_HOST = ("routed_experts_T", "mask_counts", "mask_ids")
@@ -52,41 +53,29 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
     return Batch(**tensors, sampling_mask_T=mask)
 
 
-def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
+class _Padded(NamedTuple):
+    lengths_S: NDArray[np.int64]
+    source_T: NDArray[np.int64]  # token of the micro-batch
+    added_T: NDArray[np.bool_]
+    position_T: NDArray[np.int64]
+
+
+def _pad(lengths: Sequence[int], num_tokens: int, cp: int) -> _Padded:
     """Makes lengths multiples of 2 · cp, by beginnings of the longest sequence: padding must not set the
     maximum by which FP8 scales.
     """
-    lengths_S, multiple = batch.lengths_S, 2 * cp if cp > 1 else 1
-    padded_S = (lengths_S + multiple - 1) // multiple * multiple
+    lengths_S, multiple = np.array(lengths), 2 * cp if cp > 1 else 1
+    padded_S = -(-lengths_S // multiple) * multiple
     longest = int(padded_S.argmax())
-    width = int(padded_S[longest])
-    missing = num_tokens - int(padded_S.sum())
-    if missing == 0 and torch.equal(padded_S, lengths_S):
-        return batch
-    parts = [*range(batch.num_sequences), *[longest] * -(-missing // width)]
-    taken_S = torch.cat([padded_S, padded_S.new_tensor([min(width, missing - done) for done in range(0, missing, width)])])
-    cu_seqlens = torch.cat([batch.cu_seqlens[:1], taken_S.cumsum(0).to(batch.cu_seqlens)])
-    source_S = torch.tensor(parts, device=padded_S.device)
-    index_T = torch.repeat_interleave(torch.arange(len(parts), device=padded_S.device), taken_S)
-    position_T = torch.arange(num_tokens, device=padded_S.device) - cu_seqlens.long()[index_T]
-    last_T = lengths_S[source_S][index_T] - 1
-    added_T = (position_T > last_T) | (index_T >= batch.num_sequences)
-    source_T = batch.cu_seqlens.long()[source_S][index_T] + position_T.minimum(last_T)
-    changes: dict[str, Any] = {"tokens_T": batch.tokens_T[source_T]}
-    for name, value in vars(batch).items():
-        if isinstance(value, SamplingMask):
-            with_none = SamplingMask.joined([value, SamplingMask.empty(1)])
-            changes[name] = with_none[np.where(added_T.cpu().numpy(), len(value), source_T.cpu().numpy())]
-        elif value is None or name in ("tokens_T", "cu_seqlens", "expert_load_LE"):
-            continue
-        elif name.endswith("_T"):
-            added = added_T.to(value.device).view(-1, *[1] * (value.dim() - 1))
-            nothing = not_recorded(value.itemsize) if name == "routed_experts_T" else 0
-            changes[name] = value[source_T.to(value.device)].masked_fill(added, nothing)
-        else:
-            shape = (len(parts) - batch.num_sequences, *value.shape[1:])
-            changes[name] = torch.cat([value, value.new_full(shape, -1 if name == "recorded_S" else 0)])
-    return batch.with_(cu_seqlens=cu_seqlens, **changes)
+    width, missing = int(padded_S[longest]), num_tokens - int(padded_S.sum())
+    widths = [min(width, missing - done) for done in range(0, missing, width)]
+    part_S = np.array([*range(len(lengths)), *[longest] * len(widths)])
+    taken_S = np.array([*padded_S, *widths])
+    index_T, position_T = np.repeat(np.arange(len(taken_S)), taken_S), local_positions(taken_S, 1, 0)
+    last_T = lengths_S[part_S][index_T] - 1
+    added_T = (position_T > last_T) | (index_T >= len(lengths))
+    starts_S = lengths_S.cumsum() - lengths_S
+    return _Padded(taken_S, starts_S[part_S][index_T] + np.minimum(position_T, last_T), added_T, position_T)
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ class Share:
     def gather(self, scores: TokenScores) -> TokenScores:
         """Every rank of the group calls. Backward does not communicate: ranks have the whole loss."""
         slope_T = None if scores.entropy_slope is None else self._gather(scores.entropy_slope).detach()
-        return TokenScores(self._gather(scores.logprob), self._gather(scores.entropy), slope_T)
+        return TokenScores(self._gather(scores.logprob), self._gather(scores.entropy), slope_T, checks=scores.checks)
 
     def _gather(self, values_t: Tensor) -> Tensor:
         if self.cp_group is not None:
@@ -120,34 +109,41 @@ class Share:
         return values_t[self.source_T]
 
 
-def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
-    """``num_tokens``: at least ``padded_tokens``, and a multiple of 2 · cp if cp > 1."""
-    padded = _pad(micro, num_tokens, ranks.cp)
-    cu_seqlens, longest = padded.cu_seqlens, int(padded.lengths_S.max())
+def cut(micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> Share:
+    """``lengths``: of the sequences. ``num_tokens``: at least ``padded_tokens``, and a multiple of 2 · cp if cp > 1."""
+    padded = _pad(lengths, num_tokens, ranks.cp)
+
+    def there(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(micro.tokens_T.device, non_blocking=True)
+
+    cu_seqlens, longest = there(np.append(0, padded.lengths_S.cumsum()).astype(np.int32)), int(padded.lengths_S.max())
     # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of
     # offsets Transformer Engine sees without looking into it that there is nothing between sequences, which is faster.
     apart = (cu_seqlens, cu_seqlens) if ranks.cp > 1 else (None, None)
     packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, *apart, max_seqlen_q=longest, max_seqlen_kv=longest)
-    real_T = cu_seqlens.long()[micro.sequence_index_T] + micro.positions_T
-    order_T = rank_order(cu_seqlens, ranks.cp)
-    local_t = order_T.view(ranks.cp, -1)[ranks.cp_rank]
-    real = torch.zeros_like(padded.loss_mask_T).index_fill(0, real_T, True)
-    chosen = padded.routed_experts_T
-    kept_tK = None
-    if padded.sampling_mask_T is not None:
-        kept_tK = torch.from_numpy(padded.sampling_mask_T[local_t.cpu().numpy()].padded()).to(local_t.device)
+    order_T = rank_order(padded.lengths_S, ranks.cp)
+    local_t = order_T.reshape(ranks.cp, -1)[ranks.cp_rank]
+    host_t, added_t = padded.source_T[local_t], padded.added_T[local_t]
+    source_t, real_t = there(host_t), there(~added_t)
+    chosen_tLk, routes_T, mask = None, micro.routed_experts_T, micro.sampling_mask_T
+    if routes_T is not None:
+        routes_T = routes_T[torch.from_numpy(host_t)]
+        routes_T[torch.from_numpy(added_t)] = not_recorded(routes_T.itemsize)
+        chosen_tLk = routes_T.to(micro.tokens_T.device, non_blocking=True)
+    if mask is not None:
+        mask = SamplingMask.joined([mask, SamplingMask.empty(1)])[np.where(added_t, len(mask), host_t)]
     return Share(
         micro=micro,
-        tokens_t=padded.tokens_T[local_t],
-        positions_t=padded.positions_T[local_t],
-        labels_t=padded.labels_T[local_t],
-        mask_t=padded.loss_mask_T[local_t],
+        tokens_t=micro.tokens_T[source_t],
+        positions_t=there(padded.position_T[local_t]),
+        labels_t=micro.labels_T[source_t] * real_t,
+        mask_t=micro.loss_mask_T[source_t] & real_t,
         packed=packed,
-        source_T=order_T.argsort()[real_T],
+        source_T=there(order_T.argsort()[~padded.added_T]),
         cp_group=ranks.cp_group,
-        real_t=real[local_t],
-        chosen_tLk=None if chosen is None else chosen[local_t.to(chosen.device)].to(local_t.device),
-        kept_tK=kept_tK,
+        real_t=real_t,
+        chosen_tLk=chosen_tLk,
+        kept_tK=None if mask is None else there(mask.padded()),
     )
 
 

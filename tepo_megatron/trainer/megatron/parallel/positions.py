@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
-def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Returns int64 [T]: rank 0's T/cp tokens first. Lengths are multiples of 2 · cp."""
-    index_T, position_T = _places(cu_seqlens)
-    chunk_T = position_T * (2 * cp) // cu_seqlens.diff().long()[index_T]
-    return torch.minimum(chunk_T, 2 * cp - 1 - chunk_T).argsort(stable=True)
+def rank_order(lengths: ArrayLike, cp: int) -> NDArray[np.int64]:
+    """Returns [T]: rank 0's T/cp tokens first. Lengths are multiples of 2 · cp."""
+    lengths_S = np.asarray(lengths)
+    chunk_T = _positions(lengths_S) * (2 * cp) // np.repeat(lengths_S, lengths_S)
+    return np.minimum(chunk_T, 2 * cp - 1 - chunk_T).argsort(kind="stable")
 
 
-def local_positions(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
-    """Returns int64 [T/cp]: the position in its sequence of each of a rank's tokens."""
-    position_T = _places(cu_seqlens)[1]
-    return position_T if cp == 1 else position_T[rank_order(cu_seqlens, cp).view(cp, -1)[cp_rank]]
+def local_positions(lengths: ArrayLike, cp: int, cp_rank: int) -> NDArray[np.int64]:
+    """Returns [T/cp]: the position in its sequence of each of a rank's tokens."""
+    position_T = _positions(np.asarray(lengths))
+    return position_T if cp == 1 else position_T[rank_order(lengths, cp).reshape(cp, -1)[cp_rank]]
 
 
-def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    index_T = torch.repeat_interleave(cu_seqlens.diff().long())
-    return index_T, torch.arange(index_T.numel(), device=index_T.device) - cu_seqlens.long()[index_T]
+def _positions(lengths_S: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    return np.arange(lengths_S.sum()) - np.repeat(lengths_S.cumsum() - lengths_S, lengths_S)
 
 
 def rotate_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
@@ -31,7 +32,7 @@ def rotate_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1
     Megatron's own function cuts out every sequence in every layer.
     """
     angles = freqs[..., : freqs.size(-1) // 2].flatten(1)[:, None]  # its other half is the same
-    positions_t = local_positions(cu_seqlens, cp_size, cp_rank)
+    positions_t = torch.from_numpy(local_positions(cu_seqlens.diff(), cp_size, cp_rank))
     turned: Tensor = _Rotation.apply(t, angles.cos().to(t.dtype)[positions_t], angles.sin().to(t.dtype)[positions_t])
     return turned
 
