@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_282,
-    "tests, lines": 41_132,
+    "package, lines": 50_293,
+    "tests, lines": 41_178,
     "docs and docstrings, words": 110_026,
     "public classes and functions": 841,
     "modules": 268,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear
 
 from tepo_megatron.config import EngineConfig, Fp8Config, LoraConfig, ModelConfig
@@ -349,6 +351,50 @@ def test_no_merged_weight_waits_for_the_backward_pass() -> None:
     assert all(param.grad is not None for param in made.parameters())
     assert layer.weight.grad is None
     assert torch.equal(layer.weight, frozen)
+
+
+class SavesTwice(torch.autograd.Function):
+    """Transformer Engine's linears save the weight as it is and as it is multiplied with: without FP8 the same."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, recalled: list[StorageWeakRef]) -> Tensor:
+        ctx.recalled = recalled
+        ctx.save_for_backward(inputs, weight, weight)
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        assert all(storage.expired() for storage in ctx.recalled), "the merged weight of a layer outlives its backward pass"
+        inputs, weight, same = ctx.saved_tensors
+        ctx.recalled.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, same))
+        return grad @ weight, grad.t() @ inputs, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_saved_twice_is_merged_once_a_backward_pass(monkeypatch: Any, dtype: torch.dtype) -> None:
+    recalled: list[StorageWeakRef] = []
+    monkeypatch.setattr(f"{__name__}.linear", lambda inputs, weight: SavesTwice.apply(inputs, weight, recalled))
+    layers, adapters, _ = zip(*[adapted(dtype) for _ in range(3)], strict=True)
+    inputs, params = torch.randn(5, 7, dtype=dtype), [param for made in adapters for param in made.parameters()]
+
+    def loss(forwards: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+        values = inputs
+        for forward in forwards:
+            values = torch.nn.functional.pad(forward(values), (0, 1))
+        return values.square().sum()
+
+    plain = [lambda values, i=i: values @ adapters[i](layers[i].weight).t() for i in range(3)]
+    expected = torch.autograd.grad(loss(plain), params)
+    merges: list[torch.nn.Module] = []
+    for made in adapters:
+        made.register_forward_hook(lambda module, *_: merges.append(module))
+    value = loss(layers)
+    for _ in range(2):
+        merges.clear()
+        found = torch.autograd.grad(value, params, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+        assert merges == list(reversed(adapters))
+        assert all(storage.expired() for storage in recalled)
 
 
 def test_a_failure_within_a_layer_leaves_its_weight_as_it_was() -> None:

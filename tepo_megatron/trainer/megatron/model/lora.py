@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -233,13 +234,23 @@ def _with_merged_weights(
 def _forgets(
     merged: Mapping[str, Tensor], frozen: Mapping[str, Any], adapters: Mapping[str, _Adapter]
 ) -> Callable[[Tensor], Tensor | Callable[[], Tensor]]:
+    saved, recalled = Counter[str](), Counter[str]()
+    again: dict[str, Tensor] = {}
+
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         for attribute, value in merged.items():
             if tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-                adapter, weight = adapters[attribute], frozen[attribute]
+                saved[attribute] += 1
                 view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-                return lambda: adapter(weight).as_strided(*view)
+                return lambda: recall(attribute).as_strided(*view)
         return tensor
+
+    def recall(attribute: str) -> Tensor:
+        # Transformer Engine saves a weight twice and recalls both at once: merged once, and released with the second.
+        if attribute not in again:
+            again[attribute] = adapters[attribute](frozen[attribute])
+        recalled[attribute] += 1
+        return again[attribute] if recalled[attribute] % saved[attribute] else again.pop(attribute)
 
     return pack
 
