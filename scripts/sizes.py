@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_293,
-    "tests, lines": 41_178,
-    "docs and docstrings, words": 110_026,
+    "tests, lines": 41_197,
+    "docs and docstrings, words": 110_079,
     "public classes and functions": 841,
     "modules": 268,
     "modules below 60 lines": 41,

@@ -320,6 +320,25 @@ def test_dummies_leave_what_no_checkpoint_brings_as_the_model_made_it() -> None:
     assert theirs.get_buffer("scale").tolist() != [1.0] * 3
 
 
+def test_the_guides_options_for_sleeping_servers_are_vllms() -> None:
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def parsed(*overrides: str) -> tuple[bool, bool, bool, bool]:
+        command = server(load_run(None, list(overrides)).rollout.server).command(on_gpu=True)
+        given = command[command.index("vllm.entrypoints.openai.api_server") + 1 :]
+        args = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(given))
+        return args.enable_sleep_mode, args.sleep_mode_offload_cudagraph, args.enable_nccl_comm_suspend, args.enforce_eager
+
+    guide = (RUN.parents[2] / "docs/guides/servers.md").read_text(encoding="utf-8")
+    (options,) = re.findall(r"rollout\.server\.extra_args=\[--sleep[^`]*\]", guide)
+    colocated = "rollout.server.placement=colocated"
+    assert parsed(colocated, options) == (True, True, True, False)
+    assert parsed(colocated) == (True, False, False, False)
+
+
 GIB, MIB = 2**30, 2**20
 
 CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
