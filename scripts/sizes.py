@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_293,
     "tests, lines": 41_197,
-    "docs and docstrings, words": 109_977,
+    "docs and docstrings, words": 109_983,
     "public classes and functions": 841,
     "modules": 268,
     "modules below 60 lines": 41,
