@@ -5,7 +5,7 @@
 #
 # It fills a folder outside the checkout, /tmp/tepo-kit or $TEPO_KIT_SITE, once, and sets PYTHONPATH. Nothing of the machine changes.
 _tepo_kit() {
-  local root kit site python torch archive
+  local root kit site python torch capability archive kept
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   kit=$root/gpu-kit site=${TEPO_KIT_SITE:-/tmp/tepo-kit} python=${PYTHON:-python3}
   [[ -e $kit/.small ]] || { echo "gpu kit: $kit holds no kit; build it where there is a network: bash scripts/gpu_kit.sh" >&2; return 1; }
@@ -19,7 +19,12 @@ _tepo_kit() {
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$kit"/*.whl || return
     for archive in "$kit"/{te,vllm}-*.tar.xz; do
       [[ -e $archive ]] || continue
-      if [[ $(basename "$archive") == *"-$torch-"* ]]; then
+      kept=${archive##*-sm} kept=${kept%.tar.xz}
+      capability=$("$python" -c 'import torch.cuda as c; print("%d%d" % c.get_device_capability() if c.is_available() else "")') || return
+      if [[ $capability && ,$kept, != *,$capability,* ]]; then
+        echo "gpu kit: $(basename "$archive") has code for sm_$kept, and this GPU is sm_$capability; without it." \
+          "ARCHITECTURES=$capability bash scripts/gpu_kit.sh builds for it" >&2
+      elif [[ $(basename "$archive") == *"-$torch-"* ]]; then
         tar -C "$site" -xJf "$archive" || return
       else
         echo "gpu kit: $(basename "$archive") was built for another torch than this machine's $torch; without it" >&2

@@ -38,6 +38,9 @@ def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Pa
     assert (done.returncode, done.stdout, done.stderr) == (3, "", sentence)
 
 
+KIT, REST = "*version_info*) ;; *torch.__version__*) echo", "*pip*) ;; *) cat >/dev/null; exit 7 ;; esac"
+
+
 @pytest.mark.parametrize(
     ("python", "sentence"),
     [
@@ -48,8 +51,12 @@ def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Pa
         ),
         ("exit 0", "the torch of PYTHON was built without CUDA"),
         (
-            'case "$*" in *version_info*) ;; *torch.__version__*) echo 2.12.1 ;; *pip*) ;; *) cat >/dev/null; exit 7 ;; esac',
-            "te-2.11.0-torch-x.tar.xz was built for another torch than this machine's 2.12.1; without it",
+            f"case $* in *capability*) echo 90 ;; {KIT} 2.12.1 ;; {REST}",
+            "te-2.11.0-sm90.tar.xz was built for another torch than this machine's 2.12.1; without it",
+        ),
+        (
+            f"case $* in *capability*) echo 80 ;; {KIT} 2.11.0 ;; {REST}",
+            "te-2.11.0-sm90.tar.xz has code for sm_90, and this GPU is sm_80; without it. ARCHITECTURES=80 bash",
         ),
     ],
 )
@@ -58,7 +65,7 @@ def test_a_kit_for_another_machine_says_so(tmp_path: Path, python: str, sentence
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "gpu_kit_install.sh", tmp_path / "scripts")
     (tmp_path / "gpu-kit").mkdir()
-    for name in (".small", "te-2.11.0-torch-x.tar.xz"):
+    for name in (".small", "te-2.11.0-sm90.tar.xz"):
         (tmp_path / "gpu-kit" / name).touch()
     stand_in = write_script(tmp_path / "python", python)
     environment = {**os.environ, "PYTHON": str(stand_in), "TEPO_KIT_SITE": str(tmp_path / "site")}
