@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_293,
-    "tests, lines": 41_204,
+    "tests, lines": 41_353,
     "docs and docstrings, words": 109_983,
     "public classes and functions": 841,
     "modules": 268,
