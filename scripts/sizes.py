@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_293,
     "tests, lines": 41_353,
-    "docs and docstrings, words": 109_983,
+    "docs and docstrings, words": 110_022,
     "public classes and functions": 841,
     "modules": 268,
     "modules below 60 lines": 41,

@@ -17,7 +17,7 @@ TE_RANGE = ">=2.9,<2.12"
 
 TRITON_RANGE = ">=3.5,<4"
 
-VLLM_RANGE = ">=0.32,<0.33"  # the weights' plugin uses private parts
+VLLM_RANGE = ">=0.32,<0.34"  # the weights' plugin uses private parts
 
 
 def in_range(version: str, supported: str) -> bool:

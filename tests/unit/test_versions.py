@@ -109,7 +109,7 @@ def test_an_image_of_another_version_is_not_built() -> None:
 
 
 def test_a_range_takes_builds_and_refuses_the_next_line() -> None:
-    assert [in_range(version, VLLM_RANGE) for version in ("0.32.0", "0.32.1+cpu", "0.33.0")] == [True, True, False]
+    assert [in_range(version, VLLM_RANGE) for version in ("0.32.0", "0.33.1+cpu", "0.34.0")] == [True, True, False]
     assert installed_version("packaging") is not None
     assert (installed_version("no-such-distribution"), requirements_of("no-such-distribution")) == (None, [])
 

