@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_293,
+    "package, lines": 50_295,
     "tests, lines": 41_353,
     "docs and docstrings, words": 110_022,
     "public classes and functions": 841,

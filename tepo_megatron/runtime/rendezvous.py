@@ -98,6 +98,8 @@ def refuse_pickles() -> None:
                 "one machine) as a pickle that other users of this machine can replace by code of theirs; start the run with "
                 "'tepo train', or write 'python -m tepo_megatron.runtime.torchrun' in place of 'torchrun'"
             )
+    if not hasattr(distributed_c10d, "_unpickler"):
+        raise RuntimeError("this torch has no distributed_c10d._unpickler, so that ranks would unpickle what others send")
     distributed_c10d._unpickler = _refuse_to_unpickle  # type: ignore[assignment]
 
 

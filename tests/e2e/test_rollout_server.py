@@ -221,7 +221,7 @@ def test_tokens_are_progress_where_no_answer_is_there_yet(
         assert len(drawing.result()) == len(PROMPTS)
     assert len(set(still)) == 1
     assert len({*seen, *still}) > 3
-    assert client.progress() == '{"requests":0,"tokens":0}'
+    assert client.progress() == '{"requests":0,"tokens":0,"updating":false}'
 
 
 def test_the_canary_waits_for_no_sample_that_waits(fleet: Fleet, first_weights: torch.nn.Module) -> None:
