@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_295,
-    "tests, lines": 41_353,
+    "package, lines": 50_315,
+    "tests, lines": 41_402,
     "docs and docstrings, words": 110_022,
     "public classes and functions": 841,
     "modules": 268,

@@ -3,9 +3,10 @@ unsure.
 
     .venv/bin/python examples/tiny/make_warm_start.py OUT                           (sums; about a minute)
     .venv/bin/python examples/tiny/make_warm_start.py OUT --task stack-machine
+    .venv/bin/python examples/tiny/make_warm_start.py OUT --task long-addition --steps 400
 
 Supervised training through the same Megatron engine as TEPO, with next-token cross-entropy in the objective's place. The
-results, in Hugging Face format, ship as tepo_megatron/tasks/data/builtin/tiny and …/stack-machine.
+results, in Hugging Face format, ship as tepo_megatron/tasks/data/builtin/tiny, …/stack-machine and …/long-addition.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import shutil
 import string
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,7 +65,7 @@ def random_model(folder: Path, seed: int, task: str) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=256,  # a long sum has 180 tokens at most
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
@@ -88,7 +89,7 @@ def as_rollouts(examples: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--task", choices=("addition", "stack-machine"), default="addition")
+    parser.add_argument("--task", choices=tuple(WRITERS), default="addition")
     parser.add_argument("--steps", type=int, default=190)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--noise", type=float, default=0.1, help="fraction of the solutions with a slip")
@@ -109,8 +110,7 @@ def main() -> None:
             train=TrainConfig(steps=args.steps, minibatches=1),
         )
         engine = Engine(config, start, objective=CrossEntropy())
-        write = addition_examples if args.task == "addition" else stack_machine_examples
-        written = write(args.steps * args.batch, args.noise, args.seed)
+        written = WRITERS[args.task](args.steps * args.batch, args.noise, args.seed)
         examples = as_rollouts(written, tokenizer)
         for step in track(range(args.steps), description="supervised steps"):
             batch = engine.batch_from_root(examples[step * args.batch : (step + 1) * args.batch])
@@ -231,6 +231,38 @@ def _write_solution(problem: Problem, slip: str | None, rng: random.Random) -> s
     return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}+{carry}={tens} {result}"
 
 
+def long_addition_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
+    """As :func:`addition_examples`, of four numbers: a line for each that is added."""
+    rng = random.Random(seed)
+    problems = load_problems("builtin:long-addition")
+    examples: list[tuple[str, str]] = []
+    while len(examples) < n:
+        rng.shuffle(problems)
+        for problem in problems[: n - len(examples)]:
+            terms = [int(term) for term in problem.prompt.removesuffix("=").split("+")]
+            examples.append((problem.prompt, written_sum(terms, rng, slips=rng.random() < noise)))
+    return examples
+
+
+def written_sum(terms: Sequence[int], rng: random.Random, *, slips: bool = False) -> str:
+    """``321+454: 1+4+0=5 2+5+0=7 3+4+0=7 775``, and so on. ``slips``: one digit's sum is wrong, and what follows is right."""
+    wrong = (rng.randrange(1, len(terms)), rng.randrange(3)) if slips else None
+    partial, lines = terms[0], []
+    for number, term in enumerate(terms[1:], start=1):
+        carry, total, steps = 0, 0, []
+        for place in range(max(len(str(partial)), len(str(term)))):
+            a, b = partial // 10**place % 10, term // 10**place % 10
+            result = a + b + carry
+            if (number, place) == wrong:
+                result = rng.choice([other for other in range(20) if other != result])
+            steps.append(f"{a}+{b}+{carry}={result}")
+            carry, total = result // 10, total + result % 10 * 10**place
+        total += carry * 10 ** (place + 1)
+        lines.append(f"{partial}+{term}: {' '.join(steps)} {total}")
+        partial = total
+    return "\n".join(lines)
+
+
 def stack_machine_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """As :func:`addition_examples`; some correct programs have exchanged operands."""
     if not 0 <= noise <= 1:
@@ -323,6 +355,13 @@ def _changed(tree: Tree, place: tuple[int, ...], change: Callable[[Tree], Tree])
         return change(tree)
     first, *rest = place
     return (*tree[:first], _changed(tree[first], tuple(rest), change), *tree[first + 1 :])
+
+
+WRITERS: Mapping[str, Callable[[int, float, int], list[tuple[str, str]]]] = {
+    "addition": addition_examples,
+    "stack-machine": stack_machine_examples,
+    "long-addition": long_addition_examples,
+}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tepo_megatron.tasks.data.stack_machine import NUM_HELDOUT, problems_with_tr
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 _HELDOUT_SUMS = 200
+_LONG_SUMS = 10_000
 
 
 @cache
@@ -27,6 +29,22 @@ def _sums() -> list[Problem]:
     """
     sums = (Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10, 100) for b in range(10, 100))
     return sorted(sums, key=lambda problem: sha256(problem.id.encode()).digest())
+
+
+@cache
+def _long_sums() -> list[Problem]:
+    """Four numbers of three digits, ``321+454+887+609=``, drawn by digests, so that they are the same everywhere. The written
+    solution adds one number after the other, digit by digit (``examples/tiny/make_warm_start.py``).
+    """
+    sums: dict[str, Problem] = {}
+    for number in count():
+        if len(sums) == _HELDOUT_SUMS + _LONG_SUMS:
+            return list(sums.values())
+        digest = sha256(f"long addition {number}".encode()).digest()
+        terms = [100 + int.from_bytes(digest[4 * index : 4 * index + 4]) % 900 for index in range(4)]
+        text = "+".join(map(str, terms))
+        sums[text] = Problem(id=text, prompt=f"{text}=", answer=str(sum(terms)))
+    raise AssertionError
 
 
 def _guess_number(name: str, rounds: int) -> list[Problem]:
@@ -40,6 +58,8 @@ def _guess_number(name: str, rounds: int) -> list[Problem]:
 _BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
     "addition": lambda: _sums()[_HELDOUT_SUMS:],
     "addition-heldout": lambda: _sums()[:_HELDOUT_SUMS],
+    "long-addition": lambda: _long_sums()[_HELDOUT_SUMS:],
+    "long-addition-heldout": lambda: _long_sums()[:_HELDOUT_SUMS],
     "guess-number": partial(_guess_number, "game", 20),
     "guess-number-heldout": partial(_guess_number, "heldout", 4),
     "stack-machine": lambda: [problem for problem, _ in problems_with_trees()[NUM_HELDOUT:]],

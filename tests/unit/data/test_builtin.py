@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from examples.tiny.make_warm_start import ALPHABET, addition_examples, stack_machine_examples
+from examples.tiny.make_warm_start import (
+    ALPHABET,
+    addition_examples,
+    long_addition_examples,
+    stack_machine_examples,
+    written_sum,
+)
 from tepo_megatron.tasks.data import builtin
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -49,6 +56,48 @@ def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
     examples = addition_examples(2000, noise, seed)
     wrong = sum(eval(prompt[:-1]) != int(response.split()[-1]) for prompt, response in examples)
     assert wrong == 2000 if noise == 1 else abs(wrong / 2000 - 0.3) < 0.08  # 7.8 standard deviations
+
+
+def test_long_sums_differ_and_the_split_is_the_published_one() -> None:
+    train, heldout = load_problems("builtin:long-addition"), load_problems("builtin:long-addition-heldout")
+    assert (len(train), len(heldout)) == (10_000, 200)
+    assert len({problem.id for problem in train + heldout}) == 10_200
+    assert all(problem.prompt == f"{problem.id}=" and eval(problem.id) == int(problem.answer) for problem in train + heldout)
+    assert all(len(term) == 3 for problem in train for term in problem.id.split("+"))
+    assert [problem.id for problem in heldout[:2]] == ["504+994+489+147", "407+194+595+123"]
+    assert train[0].id == "896+168+800+421"
+
+
+@given(terms=st.lists(st.integers(100, 999), min_size=4, max_size=4), seed=st.integers(0, 99), slips=st.booleans())
+def test_a_long_sum_is_written_digit_by_digit_and_a_slip_is_one_wrong_digit_sum(
+    terms: list[int], seed: int, slips: bool
+) -> None:
+    partial, wrong = terms[0], 0
+    written = written_sum(terms, random.Random(seed), slips=slips)
+    for line, term in zip(written.split("\n"), terms[1:], strict=True):
+        task, *steps, total = line.split()
+        assert task == f"{partial}+{term}:"
+        carry = 0
+        for place, step in enumerate(steps):
+            asked, result = step.split("=")
+            a, b = (int(digits.zfill(4)[-1 - place]) for digits in (str(partial), str(term)))
+            assert asked == f"{a}+{b}+{carry}"
+            wrong += a + b + carry != int(result)
+            carry = int(result) // 10
+        right = [int(step.split("=")[1]) for step in steps]
+        assert int(total) == sum(result % 10 * 10**place for place, result in enumerate(right)) + carry * 10 ** len(right)
+        partial = int(total)
+    assert wrong == int(slips)
+    assert 100 <= len(written) + 1 <= 176
+    assert set(written) <= set(ALPHABET)
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**32), noise=st.sampled_from([0.0, 0.3]))
+def test_noise_is_the_share_of_wrong_long_sums(seed: int, noise: float) -> None:
+    examples = long_addition_examples(2000, noise, seed)
+    wrong = sum(eval(prompt[:-1]) != int(response.split()[-1]) for prompt, response in examples)
+    assert wrong == 0 if noise == 0 else abs(wrong / 2000 - noise) < 0.08  # 7.8 standard deviations
 
 
 BY_PROMPT = {problem.prompt: problem for problem in load_problems("builtin:stack-machine")}
