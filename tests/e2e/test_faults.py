@@ -81,8 +81,8 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("victim", "saves"), [(0, 2), (1, 0)])
 def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path, victim: int, saves: int) -> None:
-    """Before the first checkpoint, and after some; both nodes of a world started by the launcher."""
-    rollouts, steps = make_rollouts(tmp_path / "rollouts", 60), 60
+    """Before the first checkpoint, and after some."""
+    rollouts, steps = make_rollouts(tmp_path / "rollouts", 30), 30
     settings = (f"train.steps={steps}", "engine.parallel.tp=2", f"train.save_every={saves}")
     quiet = start_replay(tmp_path / "quiet", rollouts, *settings)
     assert quiet.wait(TIMEOUT_S) == 0

@@ -167,7 +167,7 @@ def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
 
 def test_a_spare_node_takes_over_when_a_rank_is_killed_and_the_job_goes_on(cluster: Any, tepo: str, tmp_path: Path) -> None:
     """A rank on each of two nodes, on recorded rollouts; the second one's is killed."""
-    out, rollouts, last = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 300), 300
+    out, rollouts, last = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 80), 80
     settings = ["cluster.train_nodes=2", "cluster.rollout_nodes=0", "cluster.spare_nodes=1", "cluster.gpus_per_node=1"]
     settings += ["engine.parallel.tp=1", "engine.parallel.dp=2", "engine.parallel.sequence_parallel=false"]
     settings += ["train.max_restarts=2", f"train.steps={last}", "train.save_every=2", f"rollout.replay={rollouts}"]

@@ -36,9 +36,12 @@ from tepo_megatron.runtime.restarts import attempt
 os.environ.setdefault("NODE", "0")
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
+def started(rank):
+    return folder / f"started{rank}{f'.{attempt()}' if attempt() else ''}"
+
 def runs(rank):
     # or has not started yet
-    file = folder / f"started{rank}"
+    file = started(rank)
     text = file.read_text() if file.exists() else ""
     return not text or ((state := Process.read(int(text))) is not None and state.alive)
 
@@ -59,7 +62,7 @@ def hold_the_agent():
     (folder / "held").touch()
 
 def act():
-    (folder / f"started{rank}").write_text(str(os.getpid()))
+    started(rank).write_text(str(os.getpid()))
     if what == "leaving" and rank == "1":
         while not (folder / "left0").exists():
             time.sleep(0.05)
