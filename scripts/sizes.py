@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_315,
-    "tests, lines": 41_402,
-    "docs and docstrings, words": 110_022,
+    "tests, lines": 41_405,
+    "docs and docstrings, words": 109_989,
     "public classes and functions": 841,
     "modules": 268,
     "modules below 60 lines": 41,
