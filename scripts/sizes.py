@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_315,
-    "tests, lines": 41_405,
+    "tests, lines": 41_409,
     "docs and docstrings, words": 109_989,
     "public classes and functions": 841,
     "modules": 268,

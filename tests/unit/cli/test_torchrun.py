@@ -45,6 +45,10 @@ def runs(rank):
     text = file.read_text() if file.exists() else ""
     return not text or ((state := Process.read(int(text))) is not None and state.alive)
 
+def root_beats():
+    roots = [record.pid for record in RankRecord.read_all(folder / "status") if record.rank == 0]
+    return started(0).exists() and roots == [int(started(0).read_text() or 0)]
+
 def leave():
     (folder / "left0").touch()
     time.sleep(1)
@@ -97,7 +101,7 @@ def act():
     if what in ("hang", "still"):
         limit = 2.0 if what == "still" and rank == "1" else 1000.0
         beats = Heartbeat(folder / "status", int(rank), 2, hang_timeout_s=limit)
-        while rank == "1" and not (folder / "status" / "rank-00000.json").exists():
+        while rank == "1" and not root_beats():  # rank 0 removes what others have written before
             time.sleep(0.05)
         beats.start()
         beats.phase("score")
