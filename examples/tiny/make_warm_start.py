@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import sentencepiece
 import torch
@@ -33,6 +34,8 @@ from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.stack_machine import LEAVES, NUM_HELDOUT, OPERATORS, Tree, problems_with_trees, value_of
 from tepo_megatron.tasks.data.tokenizer import UNKNOWN_TEXT, Tokenizer, load_tokenizer
+
+_T = TypeVar("_T")
 
 
 class CrossEntropy:
@@ -205,14 +208,18 @@ def _write_json(path: Path, value: dict[str, object] | dict[str, str]) -> None:
 def addition_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """(prompt, response) pairs. ``noise``: probability in [0, 1] of a slip, which makes the result wrong."""
     rng = random.Random(seed)
-    problems = load_problems("builtin:addition")
     examples: list[tuple[str, str]] = []
-    while len(examples) < n:
-        rng.shuffle(problems)
-        for problem in problems[: n - len(examples)]:
-            slip = rng.choice(_SLIPS) if rng.random() < noise else None
-            examples.append((problem.prompt, _write_solution(problem, slip, rng)))
+    for problem in _repeated(load_problems("builtin:addition"), n, rng):
+        slip = rng.choice(_SLIPS) if rng.random() < noise else None
+        examples.append((problem.prompt, _write_solution(problem, slip, rng)))
     return examples
+
+
+def _repeated(problems: list[_T], n: int, rng: random.Random) -> Iterator[_T]:
+    """``n`` problems: all in a random order, then all in another. The caller draws from ``rng`` between them."""
+    for start in range(0, n, len(problems)):
+        rng.shuffle(problems)
+        yield from problems[: n - start]
 
 
 _SLIPS = ("units", "carry", "tens", "result")
@@ -234,13 +241,10 @@ def _write_solution(problem: Problem, slip: str | None, rng: random.Random) -> s
 def long_addition_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """As :func:`addition_examples`, of four numbers: a line for each that is added."""
     rng = random.Random(seed)
-    problems = load_problems("builtin:long-addition")
     examples: list[tuple[str, str]] = []
-    while len(examples) < n:
-        rng.shuffle(problems)
-        for problem in problems[: n - len(examples)]:
-            terms = [int(term) for term in problem.prompt.removesuffix("=").split("+")]
-            examples.append((problem.prompt, written_sum(terms, rng, slips=rng.random() < noise)))
+    for problem in _repeated(load_problems("builtin:long-addition"), n, rng):
+        terms = [int(term) for term in problem.prompt.removesuffix("=").split("+")]
+        examples.append((problem.prompt, written_sum(terms, rng, slips=rng.random() < noise)))
     return examples
 
 
@@ -270,14 +274,11 @@ def stack_machine_examples(n: int, noise: float, seed: int) -> list[tuple[str, s
     if n < 0:
         raise ValueError(f"n = {n} examples cannot be written; give 0 or more")
     rng = random.Random(seed)
-    problems = list(problems_with_trees()[NUM_HELDOUT:])
     examples: list[tuple[str, str]] = []
-    while len(examples) < n:
-        rng.shuffle(problems)
-        for problem, tree in problems[: n - len(examples)]:
-            wrong = rng.random() < noise
-            written = _another_formula(problem, tree, rng) if wrong else tree
-            examples.append((problem.prompt, varied_program(written, rng)))
+    for problem, tree in _repeated(list(problems_with_trees()[NUM_HELDOUT:]), n, rng):
+        wrong = rng.random() < noise
+        written = _another_formula(problem, tree, rng) if wrong else tree
+        examples.append((problem.prompt, varied_program(written, rng)))
     return examples
 
 
