@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_315,
+    "package, lines": 50_314,
     "tests, lines": 41_409,
     "docs and docstrings, words": 109_989,
     "public classes and functions": 841,

@@ -279,10 +279,10 @@ def _gpu_libraries() -> Finding:
     """Transformer Engine's attention of packed sequences with grouped queries needs cuDNN 9.6."""
     names = {"nvidia-nccl-cu13": "NCCL", "nvidia-cudnn-cu13": "cuDNN"}
     versions = {name: installed_version(name) for name in names}
-    if not has_gpu() or not all(versions.values()):
-        return Finding(
-            "missing", "", "GPU only" if not has_gpu() else "torch's CUDA build brings them; an image may have its own"
-        )
+    if not has_gpu():
+        return Finding("missing", "", "GPU only")
+    if not all(versions.values()):
+        return Finding("missing", "", "torch's CUDA build brings them; an image may have its own")
     pins = {item.name: item.specifier for item in requirements_of("torch") if item.name in names}
     wrong = [f"{names[name]}{pin} is torch's" for name, pin in pins.items() if not pin.contains(versions[name] or "")]
     return _graded(

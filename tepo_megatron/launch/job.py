@@ -142,7 +142,8 @@ class Job:
         return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
 
     def _fill(self, template: str, **values: str | int) -> str:
-        text = (Path(__file__).parent / "templates" / template).read_text()
+        templates = Path(__file__).parent / "templates"
+        text = (templates / template).read_text().replace("@processors@\n", (templates / "processors.sh").read_text())
         replacements = {"output": str(self.config.output), "interface": self.config.rollout.server.interface or "", **values}
         for name, value in replacements.items():
             text = text.replace(f"@{name}@", shlex.quote(str(value)))

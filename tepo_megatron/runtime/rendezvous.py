@@ -51,7 +51,7 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
         )
     if os.environ["RANK"] == "0":  # the last to leave: without the store's file it would wait for minutes
         _removals.callback(_remove_if_orphaned, folder, os.getppid())
-    store: Store = FileStore(str(folder / f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"), world_size)
+    store: Store = FileStore(str(folder / f"attempt-{attempt()}"), world_size)
     store.set_timeout(timeout)
     return store
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 
 _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
-
-
 _FROM_CHECKPOINT = "go on from its newest checkpoint with --resume"
 _ENDED = f". The job is ended; {_FROM_CHECKPOINT}"
 

@@ -8,13 +8,9 @@ interface=@interface@
 job=${SLURM_JOB_ID:-local}.${SLURM_RESTART_COUNT:-0}
 @setup@
 workers=@workers@
-usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which nproc takes for a number of processors
-processors=$(getconf _NPROCESSORS_ONLN)
-if [[ $usable -lt $workers && $usable -lt $processors ]]; then
-  echo "error: this task may use $usable of the node's $processors processors, for its servers' $workers workers; ask Slurm for them:" \
-    "'cluster.sbatch=[cpus-per-task=$processors]'" >&2
-  exit 1
-fi
+# shellcheck disable=SC2034  # processors.sh reads them
+needed=$workers work="its servers' $workers workers"
+@processors@
 if [[ -n $interface ]]; then
   export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi

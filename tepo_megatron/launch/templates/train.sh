@@ -11,13 +11,9 @@ job=${SLURM_JOB_ID:-local}.${SLURM_RESTART_COUNT:-0}
 node=${SLURM_NODEID:-0}
 @setup@
 ranks=@ranks@
-usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which nproc takes for a number of processors
-processors=$(getconf _NPROCESSORS_ONLN)
-if [[ $usable -lt $ranks && $usable -lt $processors ]]; then
-  echo "error: this task may use $usable of the node's $processors processors, for $ranks ranks; ask Slurm for them:" \
-    "'cluster.sbatch=[cpus-per-task=$processors]'" >&2
-  exit 1
-fi
+# shellcheck disable=SC2034  # processors.sh reads them
+needed=$ranks work="$ranks ranks"
+@processors@
 if [[ $node == 0 ]]; then
   "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
 fi
