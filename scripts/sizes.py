@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_314,
-    "tests, lines": 41_409,
-    "docs and docstrings, words": 109_989,
-    "public classes and functions": 841,
+    "package, lines": 50_962,
+    "tests, lines": 41_966,
+    "docs and docstrings, words": 110_433,
+    "public classes and functions": 852,
     "modules": 268,
     "modules below 60 lines": 41,
     "largest folder, files": 20,

@@ -32,7 +32,10 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.core.scores import fused_linear_logprob_and_entropy as fused_linear_logprob_and_entropy
     from tepo_megatron.core.scores import logprob_and_entropy as logprob_and_entropy
     from tepo_megatron.core.types import Batch as Batch
+    from tepo_megatron.core.types import Divergence as Divergence
     from tepo_megatron.core.types import ObjectiveOutput as ObjectiveOutput
+    from tepo_megatron.core.types import TeacherHead as TeacherHead
+    from tepo_megatron.core.types import TeacherLogits as TeacherLogits
     from tepo_megatron.core.types import TokenScores as TokenScores
     from tepo_megatron.plan import Plan as Plan
     from tepo_megatron.plan import check_plan as check_plan
@@ -64,6 +67,7 @@ _HOMES = {
     "Batch": "core.types",
     "Callback": "run.callbacks",
     "ConfigError": "config.load",
+    "Divergence": "core.types",
     "EarlyStopping": "run.callbacks",
     "EvaluationResult": "tasks.evaluate.evaluation",
     "Judge": "tasks.reward.judge",
@@ -92,6 +96,8 @@ _HOMES = {
     "StepValues": "core.objective.values",
     "Stop": "run.callbacks",
     "Surrogate": "core.objective.trust_region",
+    "TeacherHead": "core.types",
+    "TeacherLogits": "core.types",
     "TokenScores": "core.types",
     "TokenValues": "core.objective.values",
     "TrainResult": "run.api",

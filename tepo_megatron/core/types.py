@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.core.rollout import SamplingMask
 
@@ -157,8 +157,54 @@ class TokenScores:
     """Slope of the entropy H along e_k − p, the direction of a policy-gradient step on the label k with A > 0: Σ_j p_j² (log
     p_j + H) − p_k (log p_k + H). Detached; None if not requested.
     """
+    divergence: Tensor | None = None
+    """From the teacher, differentiable. None without one, as are the next two, which are detached."""
+    teacher_logprob: Tensor | None = None
+    """Of the label."""
+    agreement: Tensor | None = None
+    """bool [T]: whether the most likely token is the teacher's. The lowest id wins a tie."""
     checks: Checks | None = field(default=None, kw_only=True)
     """Notes errors; None: they are raised."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """``forward_kl``: KL(teacher ‖ student); ``reverse_kl``: KL(student ‖ teacher); ``jsd``: the generalised Jensen-Shannon
+    divergence of [GKD](https://arxiv.org/abs/2306.13649), β KL(teacher ‖ m) + (1 − β) KL(student ‖ m) with
+    m = β teacher + (1 − β) student.
+    """
+
+    kind: Literal["forward_kl", "reverse_kl", "jsd"]
+    beta: float = 0.5
+    """Of ``jsd``, in (0, 1)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("forward_kl", "reverse_kl", "jsd"):
+            raise ValueError(f"kind = {self.kind!r} is no divergence; give forward_kl, reverse_kl or jsd")
+        if not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta = {self.beta:g} is outside (0, 1); give kind = 'forward_kl' instead of 0 and 'reverse_kl' instead of 1"
+            )
+
+
+@dataclass(frozen=True)
+class TeacherLogits:
+    """A teacher's logits of the student's tokens and columns: [T, V/p], in the student's dtype. They get no gradient."""
+
+    logits_TVp: Tensor
+    divergence: Divergence
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A teacher's hidden states [T, G], or [T/p, G] as the student's are, and its head [V/p, G], in the student's dtype.
+
+    They get no gradient.
+    """
+
+    hidden_TG: Tensor
+    weight_VpG: Tensor
+    divergence: Divergence
 
 
 @dataclass(frozen=True)

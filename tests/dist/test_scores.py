@@ -7,7 +7,16 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tests.support.dense_scores import BACKENDS, dense_logprob_and_entropy
+from tepo_megatron.core.types import TeacherHead, TeacherLogits
+from tests.support.dense_scores import (
+    BACKENDS,
+    DIVERGENCES,
+    assert_scores,
+    dense_logprob_and_entropy,
+    loss,
+    teacher_head,
+    teacher_of,
+)
 from tests.support.launch import run_dist
 
 
@@ -145,15 +154,89 @@ def test_one_collective_forward_and_none_backward():
         assert kinds == 2 * [["gather"], []] + 2 * [["gather"], ["reduce"]]
 
 
+def _diverge(rank, world, shapes):
+    group = dist.group.WORLD if world > 1 else None
+    for width, vocab in shapes:
+        for dtype, tolerance, rounding in (
+            (torch.float32, 1e-5, 1e-5),
+            (torch.float64, 1e-10, 1e-10),
+            (torch.bfloat16, 1e-5, 2**-7),
+        ):
+            for backend in BACKENDS:
+                for divergence in DIVERGENCES:
+                    _diverge_once(rank, group, width, vocab, dtype, backend, divergence, tolerance, rounding)
+
+
+def _diverge_once(rank, group, width, vocab, dtype, backend, divergence, tolerance, rounding):
+    world = 1 if group is None else dist.get_world_size(group)
+    logits, labels, mask, weights = _case(world, width, vocab, dtype)
+    whole = teacher_of(logits, labels, divergence, seed=1)
+    columns = slice(rank * width, (rank + 1) * width)
+    leaf = logits[:, columns].clone().requires_grad_()
+    options = {"temperature": 0.7, "vocab_size": vocab, "mask_T": mask, "entropy_slope": True}
+    shard = TeacherLogits(whole.logits_TVp[:, columns], divergence)
+    scores = logprob_and_entropy(leaf, labels, tp_group=group, backend=backend, teacher=shard, **options)
+    dense = logits.double().requires_grad_()
+    oracle = dense_logprob_and_entropy(dense, labels, teacher=whole, **options)
+    assert_scores(scores, oracle, tolerance)
+    loss(scores, weights).backward()
+    loss(oracle, weights).backward()
+    expected = dense.grad.nan_to_num()[:, columns]
+    torch.testing.assert_close(
+        leaf.grad.double(), expected, atol=rounding * float(dense.grad.nan_to_num().abs().max()), rtol=rounding
+    )
+    if group is not None:
+        several = [torch.empty_like(scores.divergence) for _ in range(world)]
+        dist.all_gather(several, scores.divergence.detach())
+        assert all(torch.equal(one, several[0]) for one in several)
+
+
+@pytest.mark.parametrize(
+    ("world", "shapes"), [(1, [(37, 37), (40, 37)]), (2, [(16, 32), (16, 29), (16, 13)]), (4, [(8, 31), (8, 9), (10, 17)])]
+)
+def test_divergences_match_the_dense_oracle(world, shapes):
+    """With a teacher's shards, a mask, a temperature, and shards of padding alone; equal bits on all ranks."""
+    if world == 1:
+        _diverge(0, 1, shapes)
+    else:
+        run_dist(world, _diverge, shapes)
+
+
+def _count_collectives_with_a_teacher(rank, world):
+    gathered = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    original = getattr(dist, name)
+
+    def spy(output, *args, **kwargs):
+        gathered.append(output.nbytes // 6 // world)
+        return original(output, *args, **kwargs)
+
+    setattr(dist, name, spy)
+    seen = []
+    for divergence in DIVERGENCES:
+        logits = torch.randn(6, 8, requires_grad=True)
+        teacher = TeacherLogits(torch.randn(6, 8), divergence)
+        scores = logprob_and_entropy(logits, torch.arange(6), tp_group=dist.group.WORLD, teacher=teacher)
+        scores.divergence.sum().backward()
+        seen.append(list(gathered))
+        gathered.clear()
+    return seen
+
+
+def test_a_teacher_adds_bytes_to_the_collective_and_jsd_a_small_one():
+    """Bytes per token, forward and backward."""
+    assert run_dist(2, _count_collectives_with_a_teacher) == 2 * [[[40], [40], [40, 8]]]
+
+
 def _fused(rank, world, cases):
     for width, vocab in cases:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             for sequence_parallel in (False, True):
-                for kept in (False, True):
-                    _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept)
+                for kept, divergence in ((False, None), (True, None), *((False, divergence) for divergence in DIVERGENCES)):
+                    _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence)
 
 
-def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept):
+def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence):
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(20, 6, generator=generator).to(dtype)
     weight = torch.randn(world * width, 6, generator=generator).to(dtype)
@@ -162,6 +245,11 @@ def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept):
     own_hidden = hidden[rows].clone().requires_grad_()
     own_weight = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
     kept_TK = _kept(torch.cat([labels, labels[:3]]), vocab)[:20] if kept else None
+    whole = own_teacher = of_whole = None
+    if divergence is not None:
+        whole = teacher_head(hidden, weight, divergence)
+        own_teacher = TeacherHead(whole.hidden_TG[rows], whole.weight_VpG[rank * width : (rank + 1) * width], divergence)
+        of_whole = TeacherLogits(whole.hidden_TG.double() @ whole.weight_VpG.double().t(), divergence)
     scores = fused_linear_logprob_and_entropy(
         own_hidden,
         own_weight,
@@ -173,15 +261,15 @@ def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept):
         sequence_parallel=sequence_parallel,
         entropy_slope=True,
         kept_TK=kept_TK,
+        teacher=own_teacher,
     )
-    (scores.logprob - 0.3 * scores.entropy).sum().backward()
+    weights = torch.tensor([1.0, -0.3])
+    loss(scores, weights).backward()
     dense_hidden, dense_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     options = {"temperature": 0.8, "vocab_size": vocab, "mask_T": mask, "entropy_slope": True}
-    oracle = dense_logprob_and_entropy(dense_hidden @ dense_weight.t(), labels, kept_TK=kept_TK, **options)
-    (oracle.logprob - 0.3 * oracle.entropy).sum().backward()
-    torch.testing.assert_close(scores.logprob.double(), oracle.logprob, atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores.entropy.double(), oracle.entropy, atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores.entropy_slope.double(), oracle.entropy_slope, atol=1e-5, rtol=0)
+    oracle = dense_logprob_and_entropy(dense_hidden @ dense_weight.t(), labels, kept_TK=kept_TK, teacher=of_whole, **options)
+    loss(oracle, weights).backward()
+    assert_scores(scores, oracle, 1e-5)
     # in bfloat16 the gradients of the logits and the results are rounded
     scale = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
     for own, expected in (

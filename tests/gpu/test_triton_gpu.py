@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
-from tests.support.dense_scores import cases, compare, compare_fused, dense_logprob_and_entropy, loss
+from tests.support.dense_scores import (
+    DIVERGENCES,
+    cases,
+    compare,
+    compare_fused,
+    dense_logprob_and_entropy,
+    loss,
+    teacher_head,
+    teacher_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch sees none")]
 
@@ -44,6 +53,17 @@ def _large(tokens, width, vocab, dtype):
 def test_shapes_of_real_models(tokens, width, vocab, dtype):
     logits, labels, mask, weights = _large(tokens, width, vocab, dtype)
     options = {"vocab_size": vocab, "mask_T": mask, "temperature": 0.7}
+    tolerances = {"tolerance": 2e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
+    compare(logits, labels, options, weights, inplace=True, backend="triton", **tolerances)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda divergence: divergence.kind)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "width", "vocab"), [(700, 32064, 32000), (3, 128256, 128256)])
+def test_divergences(tokens, width, vocab, dtype, divergence):
+    logits, labels, mask, weights = _large(tokens, width, vocab, dtype)
+    teacher = teacher_of(logits, labels, divergence)
+    options = {"vocab_size": vocab, "mask_T": mask, "temperature": 0.7, "teacher": teacher}
     tolerances = {"tolerance": 2e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
     compare(logits, labels, options, weights, inplace=True, backend="triton", **tolerances)
 
@@ -105,7 +125,10 @@ def test_fused_with_the_head():
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 64, generator=generator).cuda().requires_grad_() for n in (500, 5000))
     labels, weights = torch.randint(0, 4990, (500,), generator=generator).cuda(), torch.randn(2, 500, device="cuda")
-    compare_fused(hidden, head, labels, {"vocab_size": 4990}, weights, tolerance=1e-4, gradient_tolerances=(1e-3, 1e-3))
+    for divergence in (None, *DIVERGENCES):
+        close = {"tolerance": 1e-4, "gradient_tolerances": (1e-3, 1e-3)}
+        teacher = None if divergence is None else teacher_head(hidden.detach(), head.detach(), divergence)
+        compare_fused(hidden, head, labels, {"vocab_size": 4990}, weights, teacher=teacher, **close)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])

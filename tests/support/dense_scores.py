@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.types import TokenScores
+from tepo_megatron.core.types import Divergence, TeacherHead, TeacherLogits, TokenScores
 
 BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 
@@ -24,6 +24,7 @@ def dense_logprob_and_entropy(
     mask_T: Tensor | None = None,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
+    teacher: TeacherLogits | None = None,
 ) -> TokenScores:
     """Computes what `logprob_and_entropy` does, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
 
@@ -49,7 +50,52 @@ def dense_logprob_and_entropy(
         rise_TV = (p_TV * (finite_TV + entropy_T.unsqueeze(1))).detach()  # −∂H/∂logits
         slope_T = (p_TV * rise_TV).sum(-1) - rise_TV.gather(1, label_T.unsqueeze(1)).squeeze(1)
         slope_T = torch.where(mask_T, slope_T, 0.0)
-    return TokenScores(torch.where(mask_T, logprob_T, 0.0), torch.where(mask_T, entropy_T, 0.0), slope_T)
+    from_teacher = () if teacher is None else _from_teacher(scaled_TV, teacher, label_T, temperature)
+    rest = (torch.where(mask_T, values_T, torch.zeros_like(values_T)) for values_T in from_teacher)
+    return TokenScores(torch.where(mask_T, logprob_T, 0.0), torch.where(mask_T, entropy_T, 0.0), slope_T, *rest)
+
+
+def _from_teacher(student_TV, teacher, label_T, temperature):
+    teacher_TV = teacher.logits_TVp[:, : student_TV.shape[1]].double() / temperature
+    logprob_T = teacher_TV.log_softmax(-1).gather(1, label_T.unsqueeze(1)).squeeze(1)
+    same_T = student_TV.argmax(-1) == teacher_TV.argmax(-1)
+    return dense_divergence(student_TV, teacher_TV, teacher.divergence), logprob_T, same_T
+
+
+def dense_divergence(student_TV: Tensor, teacher_TV: Tensor, divergence: Divergence) -> Tensor:
+    """Computes it from logits in fp64, by the definitions of GKD; β is TRL's (1.16.0, `generalized_jsd_loss`)."""
+    logp_TV, logq_TV = student_TV.double().log_softmax(-1), teacher_TV.double().log_softmax(-1)
+    if divergence.kind == "forward_kl":
+        return _kl(logq_TV, logp_TV)
+    if divergence.kind == "reverse_kl":
+        return _kl(logp_TV, logq_TV)
+    m_TV = (1 - divergence.beta) * logp_TV.exp() + divergence.beta * logq_TV.exp()
+    logm_TV = m_TV.masked_fill(m_TV == 0, 1.0).log()  # where neither has a probability, nothing is added
+    return divergence.beta * _kl(logq_TV, logm_TV) + (1 - divergence.beta) * _kl(logp_TV, logm_TV)
+
+
+def _kl(first_TV, second_TV):
+    impossible_TV = first_TV == -torch.inf
+    first_TV, second_TV = (values_TV.masked_fill(impossible_TV, 0.0) for values_TV in (first_TV, second_TV))
+    return (first_TV.exp() * (first_TV - second_TV)).masked_fill(impossible_TV, 0.0).sum(-1)
+
+
+DIVERGENCES = [Divergence("forward_kl"), Divergence("reverse_kl"), Divergence("jsd", 0.3)]
+
+
+def teacher_of(logits: Tensor, labels: Tensor, divergence: Divergence, *, spread: float = 1.0, seed: int = 0) -> TeacherLogits:
+    """A teacher ``spread`` away, with another offset, and −inf where that leaves the divergence finite; its best token is
+    often the student's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise, excluded = (torch.randn(logits.shape, generator=generator).to(logits.device) for _ in range(2))
+    impossible = logits == -torch.inf
+    rows, labels = torch.arange(len(labels), device=labels.device), labels.clamp(0, logits.shape[1] - 1)
+    values = torch.where(impossible, logits[rows, labels].unsqueeze(1), logits).double() + spread * noise.double() + 7
+    where = {"forward_kl": impossible | (excluded > 1), "reverse_kl": impossible & (excluded > 1), "jsd": excluded > 0}
+    excluded = where[divergence.kind]
+    excluded[rows, labels] = False
+    return TeacherLogits(values.masked_fill(excluded, -torch.inf).to(logits.dtype), divergence)
 
 
 @st.composite
@@ -70,18 +116,18 @@ def cases(draw, max_width=40):
 
 
 def loss(scores, weights):
-    """``weights`` [2, T] times log-probs and entropies."""
-    return (weights[0] * scores.logprob + weights[1] * scores.entropy).sum()
+    """``weights`` [2, T] times log-probs and entropies, and their difference times divergences."""
+    sums = weights[0] * scores.logprob + weights[1] * scores.entropy
+    return (sums if scores.divergence is None else sums + (weights[0] - weights[1]) * scores.divergence).sum()
 
 
 def assert_scores(scores, oracle, tolerance):
-    """Log-probs, entropies and slopes are those of the oracle, by a tolerance that is relative and absolute."""
-    for name in (
-        "logprob",
-        "entropy",
-        *(["entropy_slope"] if (scores.entropy_slope, oracle.entropy_slope) != (None, None) else []),
-    ):
-        ours, theirs = getattr(scores, name).double(), getattr(oracle, name).detach()
+    """All scores are those of the oracle, by a tolerance that is relative and absolute."""
+    names = ("logprob", "entropy", "entropy_slope", "divergence", "teacher_logprob", "agreement")
+    for name in names:
+        if (getattr(scores, name), getattr(oracle, name)) == (None, None):
+            continue
+        ours, theirs = getattr(scores, name).double(), getattr(oracle, name).detach().double()
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -105,13 +151,23 @@ def compare(logits, labels, options, weights, *, inplace, backend, tolerance, gr
     torch.testing.assert_close(leaf.grad, dense.grad.nan_to_num(), **close)
 
 
-def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient_tolerances, backend="triton"):
+def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient_tolerances, backend="triton", teacher=None):
     """Scores and both gradients of the head that makes no logits; ``gradient_tolerances`` are (rtol, atol)."""
-    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, **options)
+    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, teacher=teacher, **options)
     dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
+    if teacher is not None:
+        logits = teacher.hidden_TG.double() @ teacher.weight_VpG.double().t()
+        options = options | {"teacher": TeacherLogits(logits, teacher.divergence)}
     oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
     assert_scores(scores, oracle, tolerance)
     expected = torch.autograd.grad(loss(oracle, weights), dense)
     rtol, atol = gradient_tolerances
     for mine, theirs in zip(torch.autograd.grad(loss(scores, weights), (hidden, head)), expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=atol)
+
+
+def teacher_head(hidden: Tensor, head: Tensor, divergence: Divergence, width: int = 3) -> TeacherHead:
+    """A random one with another hidden size."""
+    generator = torch.Generator().manual_seed(1)
+    states, weight = (torch.randn(n, width, generator=generator).to(hidden) for n in (len(hidden), len(head)))
+    return TeacherHead(states, weight, divergence)

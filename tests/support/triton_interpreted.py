@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Scoring, combine, merge
-from tepo_megatron.core.scores.triton_sweep import gradient, statistics
-from tepo_megatron.core.types import Checks, TokenScores
+from tepo_megatron.core.scores.triton_sweep import gradient, mixture, statistics
+from tepo_megatron.core.types import Checks, Divergence, TeacherLogits, TokenScores
 from tepo_megatron.tools.bench.scores import methods
-from tests.support.dense_scores import assert_scores, cases, compare, compare_fused, dense_logprob_and_entropy, loss
+from tests.support.dense_scores import (
+    DIVERGENCES,
+    assert_scores,
+    cases,
+    compare,
+    compare_fused,
+    dense_logprob_and_entropy,
+    loss,
+    teacher_head,
+    teacher_of,
+)
 
 
 @settings(max_examples=50)
@@ -22,6 +32,48 @@ from tests.support.dense_scores import assert_scores, cases, compare, compare_fu
 def test_matches_the_dense_oracle(case, inplace):
     logits, *rest = case
     compare(logits.float(), *rest, inplace=inplace, backend="triton", tolerance=2e-5)
+
+
+BY_KIND = pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda divergence: divergence.kind)
+
+
+@BY_KIND
+@settings(max_examples=30)
+@given(case=cases(max_width=700), inplace=st.booleans(), spread=st.sampled_from([0.0, 0.3, 5.0]))
+def test_divergences_match_the_dense_oracle(divergence: Divergence, case: Any, inplace: bool, spread: float) -> None:
+    logits, labels, options, weights = case
+    teacher = teacher_of(logits.float(), labels, divergence, spread=spread)
+    options = options | {"teacher": teacher}
+    compare(logits.float(), labels, options, weights, inplace=inplace, backend="triton", tolerance=2e-5)
+
+
+@BY_KIND
+@pytest.mark.parametrize("kind", ["rows apart", "columns apart"])
+def test_divergences_of_half_precision_and_any_stride(divergence: Divergence, kind: str) -> None:
+    whole = (4 * torch.randn(2, 12, 2 * 333)).bfloat16()
+    logits = whole[0, :, :333] if kind == "rows apart" else whole[0, :, ::2]
+    labels, mask = torch.randint(0, 301, (12,)), torch.rand(12) < 0.6
+    held = teacher_of(logits, labels, divergence)
+    there = torch.empty(333, 12, dtype=torch.bfloat16).t().copy_(held.logits_TVp)
+    options = {"temperature": 0.7, "vocab_size": 301, "mask_T": mask, "teacher": TeacherLogits(there, divergence)}
+    rounding = torch.finfo(torch.bfloat16).eps
+    compare(
+        *(logits, labels, options, torch.randn(2, 12)),
+        **{"inplace": False, "backend": "triton", "tolerance": 1e-5, "gradient_tolerance": rounding},
+    )
+
+
+def test_the_lowest_id_of_a_tie_is_the_most_likely() -> None:
+    """Among the threads of a tile, the tiles of a part, and the parts of a row."""
+    student, teacher = torch.zeros(3, 1000), torch.zeros(3, 1000)
+    student[0, [70, 500]] = teacher[0, [70, 71, 999]] = 1.0
+    student[1, [70, 500]] = teacher[1, 500] = 1.0
+    held = TeacherLogits(teacher, DIVERGENCES[0])
+    assert logprob_and_entropy(student, torch.arange(3), teacher=held, backend="triton").agreement.tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,43 +152,54 @@ def test_more_than_two_billion_logits(tmp_path):
     torch.testing.assert_close(leaf.detach(), expected.grad)  # autograd keeps a copy of a gradient with such strides
 
 
-def _shard(labels, rank, width, vocab, temperature):
+def _shard(labels, rank, width, vocab, temperature, divergence):
     """What `plan_scoring` makes of a call on one of several ranks."""
     columns = min(max(vocab - rank * width, 0), width)
     column = labels - rank * width
     inside = (column >= 0) & (column < columns)
     local = LocalLabels(torch.where(inside, column, 0), inside)
-    return Scoring(None, temperature, columns, labels.numel(), None, local, Checks(), True)
+    return Scoring(None, temperature, columns, labels.numel(), None, local, Checks(), True, divergence=divergence)
 
 
+@BY_KIND
 @pytest.mark.parametrize(("world", "width", "vocab"), [(2, 150, 300), (2, 150, 270), (3, 140, 200)])
-def test_shards(world, width, vocab):
+def test_shards(world, width, vocab, divergence):
     """Even, padded, and with a shard that is all padding; each rank's statistics and gradient, without a group between them."""
     logits, labels, weights = 3 * torch.randn(5, world * width), torch.randint(0, vocab, (5,)), torch.randn(2, 5)
     dense = logits.double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense, labels, temperature=0.7, vocab_size=vocab, entropy_slope=True)
+    held = teacher_of(logits, labels, divergence)
+    oracle = dense_logprob_and_entropy(dense, labels, temperature=0.7, vocab_size=vocab, entropy_slope=True, teacher=held)
     loss(oracle, weights).backward()
-    scorings = [_shard(labels, rank, width, vocab, 0.7) for rank in range(world)]
-    shards, stats_pRK = logits.split(width, 1), torch.full((world, 5, 6), torch.nan)
-    for shard, scoring, stats_RK in zip(shards, scorings, stats_pRK, strict=True):
-        statistics(shard, scoring, stats_RK)
-    scores, slope_R = combine(merge(stats_pRK, 0.7), None, 0.7, None, Checks())
-    assert_scores(TokenScores(scores.logprob_R, scores.entropy_R, slope_R), oracle, 1e-5)
-    out = torch.full_like(logits, torch.nan)
-    for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
-        gradient(shard, scoring, scores, Gradients(*weights), out_shard)
+    scorings = [_shard(labels, rank, width, vocab, 0.7, divergence) for rank in range(world)]
+    shards, teachers = (list(values.split(width, 1)) for values in (logits, held.logits_TVp))
+    stats_pRK, sums_pR2 = torch.full((world, 5, 12), torch.nan), torch.zeros(world, 5, 2)
+    for shard, teacher, scoring, stats_RK in zip(shards, teachers, scorings, stats_pRK, strict=True):
+        statistics(shard, scoring, stats_RK, teacher)
+    rows, _ = combine(stats_pRK, scorings[0])
+    for shard, teacher, scoring, sums_R2 in zip(shards, teachers, scorings, sums_pR2, strict=True):
+        if scoring.has_mixture:
+            mixture(shard, teacher, scoring, rows, sums_R2)
+    scores, others = combine(stats_pRK, scorings[0], sums_pR2.sum(0))
+    merged, _ = combine(merge(stats_pRK, 0.7, divergence)[None], scorings[0])  # as the parts of a row are
+    torch.testing.assert_close(merged.logprob_R, scores.logprob_R)
+    assert_scores(TokenScores(scores.logprob_R, scores.entropy_R, *others), oracle, 1e-5)
+    out, gradients = torch.full_like(logits, torch.nan), Gradients(weights[0], weights[1], weights[0] - weights[1])
+    for shard, teacher, scoring, out_shard in zip(shards, teachers, scorings, out.split(width, 1), strict=True):
+        gradient(shard, scoring, scores, gradients, out_shard, teacher)
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("divergence", [None, *DIVERGENCES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_with_the_head(monkeypatch, dtype):
+def test_fused_with_the_head(monkeypatch, dtype, divergence):
     """The chunks' statistics and gradients are the kernels'; with a mask, padding, and a last chunk that is shorter."""
     monkeypatch.setattr("tepo_megatron.core.scores.fused_linear._CHUNK_BYTES", {"cpu": 16 * 210 * 4})
     labels, mask = torch.randint(0, 201, (30,)), torch.rand(30) < 0.8
     hidden, head = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (30, 210))
     options: dict[str, Any] = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}
     close = (1e-4, 1e-5) if dtype == torch.float32 else (2.0**-6, 0.05)  # A bf16 gradient of 10 has steps of 1/16.
-    compare_fused(hidden, head, labels, options, torch.randn(2, 30), tolerance=1e-5, gradient_tolerances=close)
+    teacher = None if divergence is None else teacher_head(hidden.detach(), head.detach(), divergence)
+    compare_fused(hidden, head, labels, options, torch.randn(2, 30), tolerance=1e-5, gradient_tolerances=close, teacher=teacher)
 
 
 @pytest.mark.parametrize(

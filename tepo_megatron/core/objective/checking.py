@@ -81,8 +81,9 @@ class Step(NamedTuple):
 
     def pick(self, sequences: Sequence[int]) -> Step:
         index_T = self.batch.token_index(sequences)
-        *scores, _ = vars(self.scores).values()
-        picked = (None if values_T is None else values_T[index_T] for values_T in scores)
+        scores = self.scores
+        values = (scores.logprob, scores.entropy, scores.entropy_slope)
+        picked = (None if values_T is None else values_T[index_T] for values_T in values)
         return Step(self.batch.select(sequences), TokenScores(*picked))  # type: ignore[arg-type] # only the last may be None
 
     def with_advantages(self, objective: Objective) -> Step:
@@ -329,8 +330,8 @@ def _pad(step: Step, tokens: int, fill: float) -> Step:
         elif name.endswith(("_S", "_SK")) and values is not None:
             longer[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     cu_seqlens = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + tokens])
-    *scores, _ = vars(step.scores).values()
-    scores = [torch.cat([values, values.new_full((tokens,), fill)]) for values in scores]
+    first, second, third, *_ = vars(step.scores).values()
+    scores = [torch.cat([values, values.new_full((tokens,), fill)]) for values in (first, second, third)]
     return Step(batch.with_(cu_seqlens=cu_seqlens, **longer), TokenScores(*scores))
 
 

@@ -14,16 +14,27 @@ from tepo_megatron.core.scores.torch_sweep import IN_TORCH, KeptTokens, RowSweep
 
 BackendName = Literal["auto", "torch", "cpp", "triton"]
 
-_IN_CPP = RowSweeps(native.forward, native.backward)
+_IN_CPP = RowSweeps(native.forward, native.mixture, native.backward)
 
 
 class Backend(Protocol):
     """The passes over a shard [T, Vp]. No collective."""
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
         """Writes the statistics of `combine` into contiguous [R, K], fp32 (fp64 for fp64)."""
 
-    def gradient(self, logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
+    def mixture(self, logits_TVp: Tensor, teacher_TVp: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+        """Writes the shard's part of KL(student ‖ m) and of KL(teacher ‖ m) into [R, 2], with m of ``jsd``."""
+
+    def gradient(
+        self,
+        logits_TVp: Tensor,
+        scoring: Scoring,
+        scores: RowScores,
+        gradients: Gradients,
+        out_TVp: Tensor,
+        teacher_TVp: Tensor | None = None,
+    ) -> None:
         """Writes all of ``out_TVp``, zeros for padding and masked rows. It may be the logits or have another dtype."""
 
 

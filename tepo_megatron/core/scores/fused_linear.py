@@ -12,9 +12,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine, plan_scoring, reduce_scatter
+from tepo_megatron.core.scores.shard import (
+    Gradients,
+    RowScores,
+    Scoring,
+    all_gather,
+    check_finite,
+    combine,
+    gather,
+    plan_scoring,
+    reduce_scatter,
+)
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
-from tepo_megatron.core.types import Checks, TokenScores
+from tepo_megatron.core.types import Checks, TeacherHead, TeacherLogits, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +33,8 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = {"cpu": 32 * 1024 * 1024}
 _CHUNK_BYTES_ACCELERATOR = 256 * 1024 * 1024
 _PART_ROWS = 4096
+
+_Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def fused_linear_logprob_and_entropy(
@@ -37,6 +49,7 @@ def fused_linear_logprob_and_entropy(
     sequence_parallel: bool = False,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
+    teacher: TeacherHead | None = None,
     gradient_accumulation_fusion: bool = False,
     scored: int | None = None,
     checks: Checks | None = None,
@@ -48,7 +61,8 @@ def fused_linear_logprob_and_entropy(
 
     All ranks of ``tp_group`` call, forward and backward. Forward all-gathers 16 bytes (24 with the entropy's slope) per scored
     token and rank. Backward recomputes the logits and all-reduces the hidden states' gradient. Under sequence parallelism both
-    all-gather the hidden states, and their gradient is reduce-scattered.
+    all-gather the hidden states, and their gradient is reduce-scattered. A ``teacher`` adds 24 bytes, its own products and, for
+    ``jsd``, one all-gather of 8 bytes a token; there the statistics are gathered a chunk at a time.
 
     Args:
         hidden_TH: [T, H]; with ``sequence_parallel`` this rank's rows, [T/p, H].
@@ -64,6 +78,16 @@ def fused_linear_logprob_and_entropy(
             f"hidden_TH is {hidden_TH.dtype} {tuple(hidden_TH.shape)} and weight_VpH {weight_VpH.dtype} "
             f"{tuple(weight_VpH.shape)}; give [tokens, H] and [columns of this shard, H] of one floating-point dtype"
         )
+    if teacher is not None:
+        hidden_TG, weight_VpG = teacher.hidden_TG, teacher.weight_VpG
+        fits = hidden_TG.ndim == weight_VpG.ndim == 2 and hidden_TG.shape[1] == weight_VpG.shape[1]
+        fits = fits and (len(hidden_TG), len(weight_VpG)) == (len(hidden_TH), len(weight_VpH))
+        if not fits or not hidden_TG.dtype == weight_VpG.dtype == hidden_TH.dtype:
+            raise ValueError(
+                f"the teacher's hidden_TG is {hidden_TG.dtype} {tuple(hidden_TG.shape)} and its weight_VpG {weight_VpG.dtype} "
+                f"{tuple(weight_VpG.shape)}; give the tokens, the columns of this shard and the dtype of the student's, "
+                f"({len(hidden_TH)}, G) and ({len(weight_VpH)}, G) in {hidden_TH.dtype}"
+            )
     gather_group = tp_group if sequence_parallel else None
     world = 1 if gather_group is None else dist.get_world_size(gather_group)
     scoring = plan_scoring(
@@ -76,12 +100,13 @@ def fused_linear_logprob_and_entropy(
         mask_T=mask_T,
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
+        divergence=None if teacher is None else teacher.divergence,
         scored=scored,
         checks=checks,
     )
     backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None)
     apply = _FusedLinear.apply
-    scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion)  # type: ignore[no-untyped-call]
+    scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion, teacher)  # type: ignore[no-untyped-call]
     if checks is None:
         scoring.checks.raise_first()
     return TokenScores(*scores, checks=checks)
@@ -97,27 +122,49 @@ class _FusedLinear(torch.autograd.Function):
         backend: Backend,
         gather_group: ProcessGroup | None,
         gradient_accumulation_fusion: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        teacher: TeacherHead | None,
+    ) -> _Outputs:
         hidden_RH = _rows(hidden, scoring, gather_group)
         stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
+        products = None if teacher is None else _Products(teacher.hidden_TG, teacher.weight_VpG, scoring, gather_group)
+        gathered: list[Tensor] = []
+        mixture_R2 = stats_RK.new_empty(scoring.count, 2)
         for index, chunk, logits_cVp, _ in _chunks(hidden_RH, weight_VpH, scoring):
             _multiply(hidden_RH[index], weight_VpH, logits_cVp)
-            backend.statistics(logits_cVp, chunk, stats_RK[index])
+            teacher_cVp = None if products is None else products.of(index, logits_cVp)
+            backend.statistics(logits_cVp, chunk, stats_RK[index], teacher_cVp)
+            if scoring.has_mixture and teacher_cVp is not None:  # while there are logits: they are not computed again
+                gathered.append(gather(stats_RK[index], scoring.tp_group))
+                backend.mixture(logits_cVp, teacher_cVp, chunk, combine(gathered[-1], chunk)[0], mixture_R2[index])
+        stats_pRK = torch.cat(gathered, 1) if gathered else gather(stats_RK, scoring.tp_group)
         ctx.backend, ctx.gather_group = backend, gather_group
         # The parameter itself, for its attributes: a saved tensor need not be the same object.
         ctx.parameter = weight_VpH if gradient_accumulation_fusion and hasattr(weight_VpH, "main_grad") else None
-        return _scores_of(ctx, scoring, stats_RK, hidden, weight_VpH)
+        ctx.has_teacher = teacher is not None
+        frozen = () if teacher is None else (teacher.hidden_TG, teacher.weight_VpG)
+        return _scores_of(ctx, scoring, stats_pRK, mixture_R2, hidden, weight_VpH, *frozen)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        ctx: Any,
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        _: Tensor | None,
+        grad_divergence_T: Tensor | None,
+        *__: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight_VpH, *saved = ctx.saved_tensors
-        if grad_logprob_T is None and grad_entropy_T is None:
-            return None, None, None, None, None, None
+        gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
+        if all(gradient is None for gradient in gradients):
+            return None, None, None, None, None, None, None
         scoring: Scoring = ctx.scoring
         hidden_RH = _rows(hidden, scoring, ctx.gather_group)
+        products = None
+        if ctx.has_teacher:
+            hidden_TG, weight_VpG, *saved = saved
+            if grad_divergence_T is not None:
+                products = _Products(hidden_TG, weight_VpG, scoring, ctx.gather_group)
         grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
         if ctx.needs_input_grad[1] and ctx.parameter is None:
             grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
@@ -129,8 +176,9 @@ class _FusedLinear(torch.autograd.Function):
             scoring,
             ctx.backend,
             RowScores(*saved),
-            Gradients(grad_logprob_T, grad_entropy_T).map(scoring.of_rows),
+            gradients.map(scoring.of_rows),
             grad_weight_VpH,
+            products,
         )
         del hidden_RH
         grad_hidden = scoring.to_tokens(grad_hidden_RH)
@@ -139,20 +187,35 @@ class _FusedLinear(torch.autograd.Function):
         elif scoring.tp_group is not None and grad_hidden.numel():
             dist.all_reduce(grad_hidden, group=scoring.tp_group)
         if grad_weight_VpH is None:
-            return grad_hidden, None, None, None, None, None
+            return grad_hidden, None, None, None, None, None, None
         grad_weight = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _scores_of(ctx: Any, scoring: Scoring, stats_RK: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group, scoring.checks)
+class _Products:
+    """Computes a teacher's logits a chunk at a time, into one buffer."""
+
+    def __init__(self, hidden_TG: Tensor, weight_VpG: Tensor, scoring: Scoring, gather_group: ProcessGroup | None) -> None:
+        self.hidden_RG, self.weight_VpG = _rows(hidden_TG, scoring, gather_group), weight_VpG
+        self.buffer: Tensor | None = None
+
+    def of(self, index: slice, like_cVp: Tensor) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.empty_like(like_cVp)
+        out_cVp = self.buffer[: len(like_cVp)]
+        _multiply(self.hidden_RG[index], self.weight_VpG, out_cVp)
+        return out_cVp
+
+
+def _scores_of(ctx: Any, scoring: Scoring, stats_pRK: Tensor, mixture_R2: Tensor, *saved: Tensor | None) -> _Outputs:
+    rows, others = combine(stats_pRK, scoring, gather(mixture_R2, scoring.tp_group).sum(0) if scoring.has_mixture else None)
+    check_finite(stats_pRK, rows, others.divergence_R, scoring)
     ctx.scoring = scoring
     ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
     ctx.save_for_backward(*saved, *rows)
-    slope_T = None if slope_R is None else scoring.to_tokens(slope_R)
-    if slope_T is not None:
-        ctx.mark_non_differentiable(slope_T)
-    return scoring.to_tokens(rows.logprob_R), scoring.to_tokens(rows.entropy_R), slope_T
+    slope_T, divergence_T, teacher_T, same_T = (None if it_R is None else scoring.to_tokens(it_R) for it_R in others)
+    ctx.mark_non_differentiable(*(values_T for values_T in (slope_T, teacher_T, same_T) if values_T is not None))
+    return scoring.to_tokens(rows.logprob_R), scoring.to_tokens(rows.entropy_R), slope_T, divergence_T, teacher_T, same_T
 
 
 def _add_gradients(
@@ -163,14 +226,14 @@ def _add_gradients(
     rows: RowScores,
     gradients: Gradients,
     grad_weight_VpH: Tensor | None,
+    products: _Products | None,
 ) -> Tensor:
     grad_hidden_RH = torch.empty_like(hidden_RH)
     for index, chunk, logits_cVp, gradient_cVp in _chunks(hidden_RH, weight_VpH, scoring, gradient=True):
         # The logits are computed again, since this function avoids keeping them.
         _multiply(hidden_RH[index], weight_VpH, logits_cVp)
-        backend.gradient(
-            logits_cVp, chunk, RowScores(*(value_R[index] for value_R in rows)), gradients.map(itemgetter(index)), gradient_cVp
-        )
+        teacher_cVp = None if products is None else products.of(index, logits_cVp)
+        backend.gradient(logits_cVp, chunk, rows.part(index), gradients.map(itemgetter(index)), gradient_cVp, teacher_cVp)
         torch.mm(gradient_cVp, weight_VpH, out=grad_hidden_RH[index])
         if grad_weight_VpH is not None:
             _add_product(grad_weight_VpH, gradient_cVp.t(), hidden_RH[index])
@@ -190,7 +253,8 @@ def _chunks(
     width, dtype = weight_VpH.shape[0], compute_dtype(hidden_RH.dtype)
     apart = gradient and dtype != hidden_RH.dtype
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
-    size = max(16, budget // (width * (dtype.itemsize + (hidden_RH.dtype.itemsize if apart else 0))))
+    logits = dtype.itemsize * (1 if scoring.divergence is None else 2)
+    size = max(16, budget // (width * (logits + (hidden_RH.dtype.itemsize if apart else 0))))
     buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width, dtype=dtype)
     gradients = torch.empty_like(buffer, dtype=hidden_RH.dtype) if apart else buffer
     for start in range(0, hidden_RH.shape[0], size):
@@ -238,14 +302,16 @@ def logprob_and_entropy(
     inplace_backward: bool = False,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
+    teacher: TeacherLogits | None = None,
     scored: int | None = None,
     checks: Checks | None = None,
     backend: BackendName = "auto",
 ) -> TokenScores:
-    """Computes each label's log-probability and the entropy of softmax(logits / temperature).
+    """Computes each label's log-probability, the entropy of softmax(logits / temperature), and a divergence from a teacher.
 
     Every rank of ``tp_group`` calls, with its own columns, and gets the same result. Forward all-gathers 16 bytes (24 with the
-    slope) per scored token. Backward has no collective.
+    slope, 24 more with a teacher) per scored token, and for ``jsd``, which needs both normalisers before, 8 bytes once more.
+    Backward has no collective.
 
     Args:
         logits_TVp: [T, V/p], rank r's columns from r·V/p on; −inf is probability 0.
@@ -256,17 +322,25 @@ def logprob_and_entropy(
         inplace_backward: write the gradient over the logits.
         entropy_slope: also compute `TokenScores.entropy_slope`, for the logits divided by the temperature.
         kept_TK: int32 or int64 [T, K]: the distribution's tokens other than the label, padded with -1. None: all.
+        teacher: also compute a divergence from it, at the same temperature. It excludes ``kept_TK``.
         scored: how many ``mask_T`` has; otherwise the host waits for the device.
         checks: notes errors in labels and logits, which are raised otherwise.
         backend: ``torch``; ``cpp`` for CPUs, compiled on first use; ``triton`` for GPUs; ``auto``: the fastest that works.
 
     Returns fp32 [T] (fp64 for fp64 logits), natural logarithm, differentiable once, except the slope.
 
-    Raises ValueError on all ranks if a scored row has NaN, +inf, or only −inf; also if arguments do not fit.
+    Raises ValueError on all ranks if a scored row has NaN, +inf, or only −inf, or an infinite divergence; also if arguments do
+    not fit.
     """
     if logits_TVp.ndim != 2 or not logits_TVp.is_floating_point():
         raise ValueError(
             f"logits_TVp is {logits_TVp.dtype} {tuple(logits_TVp.shape)}; give floating-point [tokens, columns of this shard]"
+        )
+    teacher_TVp = None if teacher is None else teacher.logits_TVp
+    if teacher_TVp is not None and (teacher_TVp.shape, teacher_TVp.dtype) != (logits_TVp.shape, logits_TVp.dtype):
+        raise ValueError(
+            f"the teacher's logits_TVp is {teacher_TVp.dtype} {tuple(teacher_TVp.shape)}; give the student's dtype and shape, "
+            f"{logits_TVp.dtype} {tuple(logits_TVp.shape)}"
         )
     tokens, width = logits_TVp.shape
     scoring = plan_scoring(
@@ -279,11 +353,12 @@ def logprob_and_entropy(
         mask_T=mask_T,
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
+        divergence=None if teacher is None else teacher.divergence,
         scored=scored,
         checks=checks,
     )
     chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None)
-    scores = _LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward)  # type: ignore[no-untyped-call]
+    scores = _LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward, teacher_TVp)  # type: ignore[no-untyped-call]
     if checks is None:
         scoring.checks.raise_first()
     return TokenScores(*scores, checks=checks)
@@ -292,23 +367,32 @@ def logprob_and_entropy(
 class _LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool, teacher_TVp: Tensor | None
+    ) -> _Outputs:
         stats_RK = logits_TVp.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(logits_TVp.dtype))
-        backend.statistics(logits_TVp, scoring, stats_RK)
+        backend.statistics(logits_TVp, scoring, stats_RK, teacher_TVp)
+        stats_pRK = gather(stats_RK, scoring.tp_group)
+        mixture_R2 = stats_RK.new_empty(scoring.count, 2)
+        if scoring.has_mixture and teacher_TVp is not None:
+            backend.mixture(logits_TVp, teacher_TVp, scoring, combine(stats_pRK, scoring)[0], mixture_R2)
         ctx.backend, ctx.inplace = backend, inplace
-        return _scores_of(ctx, scoring, stats_RK, logits_TVp)
+        return _scores_of(ctx, scoring, stats_pRK, mixture_R2, logits_TVp, teacher_TVp)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
-        logits_TVp, *saved = ctx.saved_tensors
-        if grad_logprob_T is None and grad_entropy_T is None:
-            return None, None, None, None
+        ctx: Any,
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        _: Tensor | None,
+        grad_divergence_T: Tensor | None,
+        *__: Tensor | None,
+    ) -> tuple[Tensor | None, None, None, None, None]:
+        logits_TVp, teacher_TVp, *saved = ctx.saved_tensors
+        gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
+        if all(gradient is None for gradient in gradients):
+            return None, None, None, None, None
         # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
-        gradients = Gradients(grad_logprob_T, grad_entropy_T)
-        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), gradients, out_TVp)
-        return out_TVp, None, None, None
+        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), gradients, out_TVp, teacher_TVp)
+        return out_TVp, None, None, None, None

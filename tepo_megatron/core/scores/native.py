@@ -29,48 +29,88 @@ _FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trap
 if platform.machine() == "x86_64":
     _FLAGS.append("-mprefer-vector-width=512")  # where there are such registers, compilers would still take half of them
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER, _SIZE)
-_BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, _SIZE)
+_ROWS = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT)
+_FORWARD = (*_ROWS, _FLOAT, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE)
+_MIXTURE = (*_ROWS, _POINTER, _SIZE, _FLOAT, *(_POINTER,) * 5)
+_BACKWARD = (*_ROWS, *(_POINTER,) * 6, _SIZE, _SIZE, _POINTER, _SIZE, *(_POINTER,) * 4)
+_KINDS = {"forward_kl": 1, "reverse_kl": 2, "jsd": 3}
 
 
-def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TV: Tensor | None = None) -> None:
     if logits_TV.dtype not in _NAMES:
-        return sweep.forward(logits_TV, scoring, stats_RK)
+        return sweep.forward(logits_TV, scoring, stats_RK, teacher_TV)
+    teacher_TV = None if teacher_TV is None else _in_rows(teacher_TV)
+    kind = 0 if scoring.divergence is None else _KINDS[scoring.divergence.kind]
 
-    def rest(index: slice) -> tuple[float, ...]:
+    def rest(index: slice) -> tuple[float | None, ...]:
         out_RK = stats_RK[index]
-        return EMPTY_MAX, out_RK.data_ptr(), out_RK.shape[1]
+        teacher = _place(teacher_TV, scoring.rows_R, index)
+        return EMPTY_MAX, out_RK.data_ptr(), out_RK.shape[1], *teacher, scoring.entropy_slope, kind
 
     _call(f"forward_{_NAMES[logits_TV.dtype]}", _FORWARD, logits_TV, scoring, rest)
     stats_RK[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
-    if stats_RK.shape[1] == 6:
+    if scoring.entropy_slope:
         stats_RK[:, 5] /= _LOG2_E
+    if kind:
+        stats_RK[:, -1] /= _LOG2_E
 
 
-def backward(logits_TV: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
+def mixture(logits_TV: Tensor, teacher_TV: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
     if logits_TV.dtype not in _NAMES:
-        return sweep.backward(logits_TV, scoring, scores, gradients, out_TV)
+        return sweep.mixture(logits_TV, teacher_TV, scoring, scores, sums_R2)
+    assert scoring.divergence is not None
+    assert scores.teacher_max_R is not None
+    assert scores.teacher_log_sum_R is not None
+    teacher_TV, beta = _in_rows(teacher_TV), scoring.divergence.beta
+    rows = [scores.max_R, scores.log_sum_R * _LOG2_E, scores.teacher_max_R, scores.teacher_log_sum_R * _LOG2_E, sums_R2]
+
+    def rest(index: slice) -> tuple[float | None, ...]:
+        return *_place(teacher_TV, scoring.rows_R, index), beta, *(values_R[index].data_ptr() for values_R in rows)
+
+    _call(f"mixture_{_NAMES[logits_TV.dtype]}", _MIXTURE, logits_TV, scoring, rest)
+    sums_R2 /= _LOG2_E
+
+
+def backward(
+    logits_TV: Tensor,
+    scoring: Scoring,
+    scores: RowScores,
+    gradients: Gradients,
+    out_TV: Tensor,
+    teacher_TV: Tensor | None = None,
+) -> None:
+    if logits_TV.dtype not in _NAMES:
+        return sweep.backward(logits_TV, scoring, scores, gradients, out_TV, teacher_TV)
     temperature, labels = scoring.temperature, scoring.labels
-    grad_logprob_R, grad_entropy_R = (torch.zeros_like(scores.logprob_R) if grad is None else grad for grad in gradients)
+    grad_logprob_R, grad_entropy_R = (torch.zeros_like(scores.logprob_R) if grad is None else grad for grad in gradients[:2])
     scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
     constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
     at_label_R = grad_logprob_R * labels.inside_R / temperature
-    per_row = [scores.max_R, constant_R, -grad_entropy_R * scale_R / _LOG2_E, labels.column_R, at_label_R]
+    slope_R, kind, further = -grad_entropy_R * scale_R / _LOG2_E, 0, [scale_R] * 4  # the last are not read without a teacher
+    if gradients.divergence is None or scoring.divergence is None:
+        teacher_TV = None
+    elif teacher_TV is not None:
+        terms = sweep.teacher_terms(scoring, scores, gradients.divergence)
+        constant_R, slope_R, further = constant_R + terms[0], slope_R + terms[1], list(terms[2:])
+        teacher_TV, kind = _in_rows(teacher_TV), _KINDS[scoring.divergence.kind]
+    per_row = [scores.max_R, constant_R, slope_R, labels.column_R, at_label_R]
     per_row = [values_R.contiguous() for values_R in per_row]
 
-    def rest(index: slice) -> tuple[float, ...]:
+    def rest(index: slice) -> tuple[float | None, ...]:
         target_TV, _ = _part_of(out_TV, scoring.rows_R, index)
-        return *(values_R[index].data_ptr() for values_R in per_row), target_TV.data_ptr(), target_TV.stride(0)
+        student = *(values_R[index].data_ptr() for values_R in per_row), target_TV.data_ptr(), target_TV.stride(0)
+        teacher = *_place(teacher_TV, scoring.rows_R, index), *(values_R[index].data_ptr() for values_R in further)
+        return *student, kind, *teacher
 
     _call(f"backward_{_NAMES[logits_TV.dtype]}_{_NAMES[out_TV.dtype]}", _BACKWARD, logits_TV, scoring, rest)
 
 
 def _call(
-    name: str, types: tuple[type, ...], logits_TV: Tensor, scoring: Scoring, rest: Callable[[slice], tuple[float, ...]]
+    name: str, types: tuple[type, ...], logits_TV: Tensor, scoring: Scoring, rest: Callable[[slice], tuple[float | None, ...]]
 ) -> None:
     function = getattr(_library(), name)
     function.argtypes, function.restype = types, None
-    logits_TV = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+    logits_TV = _in_rows(logits_TV)
 
     def part(index: slice) -> None:
         base_TV, rows = _part_of(logits_TV, scoring.rows_R, index)
@@ -85,6 +125,17 @@ def _call(
         return
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(part, parts))
+
+
+def _in_rows(values_TV: Tensor) -> Tensor:
+    return values_TV if values_TV.stride(1) == 1 else values_TV.contiguous()
+
+
+def _place(teacher_TV: Tensor | None, rows_R: Tensor | None, index: slice) -> tuple[int | None, int]:
+    if teacher_TV is None:
+        return None, 0
+    base_TV, _ = _part_of(teacher_TV, rows_R, index)
+    return base_TV.data_ptr(), base_TV.stride(0)
 
 
 def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:

@@ -3,7 +3,8 @@
 T tokens, R scored tokens, V true vocabulary, Vp columns per rank with padding.
 
 K = 4 statistics per row: m = max x, Σ e^t, Σ e^t·t, x of the label (0 if elsewhere), with t = (x − m)/temperature. The
-entropy's slope adds Σ e^2t and Σ e^2t·t: K = 6.
+entropy's slope adds Σ e^2t and Σ e^2t·t: K = 6. A teacher with logits y and s = (y − max y)/temperature adds six: the column of
+max x, max y, Σ e^s, the column of max y, y of the label, and Σ e^s·(s − t) for the forward KL or Σ e^t·(t − s) for the reverse.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.core.types import Checks
+from tepo_megatron.core.types import Checks, Divergence
 from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -45,10 +46,15 @@ class Scoring:
     checks: Checks
     entropy_slope: bool = False
     kept_tokens: LocalLabels | None = None  # None: the whole vocabulary
+    divergence: Divergence | None = None  # None: no teacher
 
     @property
     def statistics(self) -> int:
-        return 6 if self.entropy_slope else 4
+        return (6 if self.entropy_slope else 4) + (0 if self.divergence is None else TEACHER_STATISTICS)
+
+    @property
+    def has_mixture(self) -> bool:
+        return self.divergence is not None and self.divergence.kind == "jsd"
 
     @property
     def count(self) -> int:
@@ -79,6 +85,7 @@ def plan_scoring(
     mask_T: Tensor | None,
     entropy_slope: bool,
     kept_TK: Tensor | None = None,
+    divergence: Divergence | None = None,
     scored: int | None = None,
     checks: Checks | None = None,
 ) -> Scoring:
@@ -96,6 +103,8 @@ def plan_scoring(
     _check_shape("labels_T", labels_T, (tokens,), (torch.int64,))
     if mask_T is not None:
         _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
+    if kept_TK is not None and divergence is not None:
+        raise ValueError("kept_TK and a teacher exclude each other: divergences are of the whole vocabulary; leave out one")
     if kept_TK is not None:
         _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
     rows_R = None
@@ -116,7 +125,8 @@ def plan_scoring(
     kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
     _check_ids(labels_R, kept_RK, rows_R, vocab_size, checks)
     kept_tokens = None if kept_RK is None else local(kept_RK)
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, local(labels_R), checks, entropy_slope, kept_tokens)
+    labels = local(labels_R)
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence)
 
 
 def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -168,6 +178,7 @@ def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 EMPTY_MAX = -1e30  # of a shard without a finite logit; finite, since −inf · 0 is NaN
+TEACHER_STATISTICS = 6
 
 
 class RowScores(NamedTuple):
@@ -177,6 +188,21 @@ class RowScores(NamedTuple):
     entropy_R: Tensor
     max_R: Tensor  # not divided by the temperature
     log_sum_R: Tensor  # log Σ exp((x − max)/temperature)
+    teacher_max_R: Tensor | None = None
+    teacher_log_sum_R: Tensor | None = None
+    gap_R: Tensor | None = None  # KL of the student from the teacher, or from the mixture, for the gradient
+
+    def part(self, index: slice) -> RowScores:
+        return RowScores(*(None if values_R is None else values_R[index] for values_R in self))  # type: ignore[arg-type]
+
+
+class OtherScores(NamedTuple):
+    """[R], without use in the gradient."""
+
+    slope_R: Tensor | None = None
+    divergence_R: Tensor | None = None
+    teacher_logprob_R: Tensor | None = None
+    agreement_R: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -184,57 +210,120 @@ class Gradients(NamedTuple):
 
     logprob: Tensor | None
     entropy: Tensor | None
+    divergence: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
         return Gradients(*(None if values is None else function(values) for values in self))
 
 
-def combine(
-    stats_RK: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None, checks: Checks
-) -> tuple[RowScores, Tensor | None]:
-    """Every rank calls, and notes the same errors. K = 6 gives the slope of the entropy."""
-    stats_pRK = stats_RK.unsqueeze(0)
-    if tp_group is not None and stats_RK.numel():
-        stats_pRK = all_gather(stats_RK, tp_group).view(-1, *stats_RK.shape)
-    max_R, sum_R, weighted_R, label_R, *squares = merge(stats_pRK, temperature).unbind(-1)
-    _check_finite(sum_R, stats_pRK[..., 1], rows_R, checks)
+def gather(local_RK: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+    """Returns [p, R, K]. Every rank calls."""
+    if tp_group is None or not local_RK.numel():
+        return local_RK.unsqueeze(0)
+    return all_gather(local_RK, tp_group).view(-1, *local_RK.shape)
+
+
+def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = None) -> tuple[RowScores, OtherScores]:
+    """``mixture_R2``: what `Backend.mixture` gives, added up over shards; a ``jsd`` needs it."""
+    temperature = scoring.temperature
+    max_R, sum_R, weighted_R, label_R, *rest = merge(stats_pRK, temperature, scoring.divergence).unbind(-1)
     log_sum_R = sum_R.log()
     # log p = t − log S, and H = −Σ p log p = log S − Σ p t = log S − U/S
     label_t_R = (label_R - max_R) / temperature
     logprob_R = label_t_R - log_sum_R
     scores = RowScores(logprob_R, log_sum_R - weighted_R / sum_R, max_R.contiguous(), log_sum_R)
-    if not squares:
-        return scores, None
-    square_R, weighted_square_R = squares
-    mean_R, label_p_R = weighted_R / sum_R, logprob_R.exp()
-    label_term_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
-    return scores, (weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R  # log p + H = t − its mean under p
+    others = OtherScores()
+    if scoring.entropy_slope:
+        square_R, weighted_square_R, *rest = rest
+        mean_R, label_p_R = weighted_R / sum_R, logprob_R.exp()
+        label_term_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
+        # log p + H = t − its mean under p
+        others = OtherScores((weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R)
+    if scoring.divergence is None:
+        return scores, others
+    first_R, teacher_max_R, teacher_sum_R, teacher_first_R, teacher_label_R, cross_R = rest
+    teacher_log_sum_R = teacher_sum_R.log()
+    scores = scores._replace(teacher_max_R=teacher_max_R.contiguous(), teacher_log_sum_R=teacher_log_sum_R)
+    # log q − log p = s − t − log S(teacher) + log S; rounding alone makes a divergence negative
+    ratio_R = teacher_log_sum_R - log_sum_R
+    if scoring.divergence.kind == "forward_kl":
+        divergence_R = (cross_R / teacher_sum_R - ratio_R).clamp(min=0)
+    elif scoring.divergence.kind == "reverse_kl":
+        divergence_R = (cross_R / sum_R + ratio_R).clamp(min=0)
+        scores = scores._replace(gap_R=divergence_R)
+    else:
+        mixture_R2 = stats_pRK.new_zeros(*max_R.shape, 2) if mixture_R2 is None else mixture_R2
+        gap_R, teacher_gap_R = mixture_R2.unbind(-1)
+        beta = scoring.divergence.beta
+        divergence_R = ((1 - beta) * gap_R + beta * teacher_gap_R).clamp(min=0)
+        scores = scores._replace(gap_R=gap_R.contiguous())
+    starts_pR, teacher_starts_pR = stats_pRK[..., 0], stats_pRK[..., 1 - TEACHER_STATISTICS]
+    same_R = (starts_pR.argmax(0) == teacher_starts_pR.argmax(0)) & (first_R == teacher_first_R)
+    teacher_logprob_R = (teacher_label_R - teacher_max_R) / temperature - teacher_log_sum_R
+    return scores, others._replace(divergence_R=divergence_R, teacher_logprob_R=teacher_logprob_R, agreement_R=same_R)
 
 
-def merge(stats_pRK: Tensor, temperature: float) -> Tensor:
-    max_pR, sum_pR, weighted_pR, label_pR, *squares = stats_pRK.unbind(-1)
+def merge(stats_pRK: Tensor, temperature: float, divergence: Divergence | None = None) -> Tensor:
+    max_pR, sum_pR, weighted_pR, label_pR, *rest = stats_pRK.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature
     scale_pR = shift_pR.exp()
     # With the common maximum t becomes t + shift, so Σ e^t·t becomes e^shift · (Σ e^t·t + shift · Σ e^t).
     weighted_R = (scale_pR * (weighted_pR + shift_pR * sum_pR)).sum(0)
     merged = [max_R, (scale_pR * sum_pR).sum(0), weighted_R, label_pR.sum(0)]
+    squares = rest[: len(rest) % TEACHER_STATISTICS]
     if squares:
         square_pR, weighted_square_pR = squares
-        scale_pR = scale_pR.square()
-        merged += [(scale_pR * square_pR).sum(0), (scale_pR * (weighted_square_pR + shift_pR * square_pR)).sum(0)]
+        scale2_pR = scale_pR.square()
+        merged += [(scale2_pR * square_pR).sum(0), (scale2_pR * (weighted_square_pR + shift_pR * square_pR)).sum(0)]
+    if divergence is None:
+        return torch.stack(merged, -1)
+    first_pR, teacher_max_pR, teacher_sum_pR, teacher_first_pR, teacher_label_pR, cross_pR = rest[-TEACHER_STATISTICS:]
+    teacher_max_R = teacher_max_pR.amax(0)
+    teacher_shift_pR = (teacher_max_pR - teacher_max_R) / temperature
+    teacher_scale_pR = teacher_shift_pR.exp()
+    # Of Σ e^s (s − t): the sum of differences of the shifts, not their products, so that a large offset costs no digits.
+    if divergence.kind == "forward_kl":
+        cross_pR = teacher_scale_pR * (cross_pR + (teacher_shift_pR - shift_pR) * teacher_sum_pR)
+    elif divergence.kind == "reverse_kl":
+        cross_pR = scale_pR * (cross_pR + (shift_pR - teacher_shift_pR) * sum_pR)
+    merged += [_at_first(first_pR, max_pR), teacher_max_R, (teacher_scale_pR * teacher_sum_pR).sum(0)]
+    merged += [_at_first(teacher_first_pR, teacher_max_pR), teacher_label_pR.sum(0), cross_pR.sum(0)]
     return torch.stack(merged, -1)
 
 
-def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None, checks: Checks) -> None:
-    def error(_: int, token: float, *sum_p: float) -> ValueError:
-        # A NaN or +inf makes the sum of its shard NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
-        ranks = [rank for rank, total in enumerate(sum_p) if not math.isfinite(total)]
-        if not ranks:
-            return NotFiniteError(f"every logit of token {token:.0f} is −inf; a sampler's mask must leave at least one token")
+def _at_first(values_pR: Tensor, max_pR: Tensor) -> Tensor:
+    """Of the first shard with the maximum."""
+    return values_pR.gather(0, max_pR.argmax(0, keepdim=True)).squeeze(0)
+
+
+def check_finite(stats_pRK: Tensor, scores: RowScores, divergence_R: Tensor | None, scoring: Scoring) -> None:
+    """Every rank notes the same errors."""
+    token_R = _tokens(scoring.rows_R, scores.log_sum_R)
+
+    def refuse(log_sum_R: Tensor, sum_pR: Tensor, whose: str, hint: str) -> None:
+        def error(_: int, token: float, *sum_p: float) -> ValueError:
+            # A NaN or +inf makes its shard's sum NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
+            ranks = [rank for rank, total in enumerate(sum_p) if not math.isfinite(total)]
+            if not ranks:
+                return NotFiniteError(
+                    f"every {whose}logit of token {token:.0f} is −inf; a sampler's mask must leave at least one token"
+                )
+            return NotFiniteError(
+                f"NaN or +inf {whose}logits on tensor-parallel rank {ranks[0]}, first at token {token:.0f}; look at {hint}"
+            )
+
+        scoring.checks.refuse(~log_sum_R.isfinite(), error, token_R, sum_pR)
+
+    def infinite(_: int, token: float) -> ValueError:
+        first, second = ("teacher", "student") if kind == "forward_kl" else ("student", "teacher")
         return NotFiniteError(
-            f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token:.0f}; look at the weights after the "
-            "last step and at the learning rate"
+            f"{kind} of token {token:.0f} is infinite: a logit of the {second} is −inf where the {first}'s is not; use kind = "
+            "'jsd', or the same vocabulary and mask for both"
         )
 
-    checks.refuse(~(sum_R.isfinite() & (sum_R > 0)), error, _tokens(rows_R, sum_R), sum_pR)
+    refuse(scores.log_sum_R, stats_pRK[..., 1], "", "the weights after the last step and at the learning rate")
+    if scoring.divergence is not None and scores.teacher_log_sum_R is not None and divergence_R is not None:
+        kind = scoring.divergence.kind
+        refuse(scores.teacher_log_sum_R, stats_pRK[..., 2 - TEACHER_STATISTICS], "teacher ", "the teacher's weights")
+        scoring.checks.refuse(~divergence_R.isfinite(), infinite, token_R)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import triton_kernels
 from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, merge
-from tepo_megatron.core.scores.torch_sweep import IN_TORCH
+from tepo_megatron.core.scores.torch_sweep import IN_TORCH, teacher_terms
 
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
@@ -41,9 +41,9 @@ def is_interpreted() -> bool:
     return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
 
-def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
     if logits_TVp.dtype == torch.float64:
-        return IN_TORCH.statistics(logits_TVp, scoring, stats_RK)
+        return IN_TORCH.statistics(logits_TVp, scoring, stats_RK, teacher_TVp)
     if not scoring.count:
         return
     grid = _cut(logits_TVp, scoring.count, scoring.columns)
@@ -52,6 +52,7 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         triton_kernels.statistics_kernel[(scoring.count, grid.parts)](
             logits_TVp,
             *logits_TVp.stride(),
+            *_teacher(teacher_TVp),
             scoring.rows_R,
             scoring.labels.column_R,
             scoring.labels.inside_R,
@@ -61,37 +62,88 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
             grid.span,
             _LOG2_E / scoring.temperature,
             STATISTICS=scoring.statistics,
+            KIND=_kind(scoring),
             **grid.constants,
         )
     if grid.parts > 1:
-        stats_RK.copy_(merge(parts_JRK, scoring.temperature))
+        stats_RK.copy_(merge(parts_JRK, scoring.temperature, scoring.divergence))
 
 
-def gradient(logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
+def mixture(logits_TVp: Tensor, teacher_TVp: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
     if logits_TVp.dtype == torch.float64:
-        return IN_TORCH.gradient(logits_TVp, scoring, scores, gradients, out_TVp)
+        return IN_TORCH.mixture(logits_TVp, teacher_TVp, scoring, scores, sums_R2)
+    if not scoring.count:
+        return
+    assert scoring.divergence is not None
+    grid = _cut(logits_TVp, scoring.count, scoring.columns)
+    parts_JR2 = sums_R2.new_empty(grid.parts, scoring.count, 2)
+    with _on_device_of(logits_TVp):
+        triton_kernels.mixture_kernel[(scoring.count, grid.parts)](
+            logits_TVp,
+            *logits_TVp.stride(),
+            *_teacher(teacher_TVp),
+            scoring.rows_R,
+            scores.max_R,
+            scores.log_sum_R,
+            scores.teacher_max_R,
+            scores.teacher_log_sum_R,
+            parts_JR2,
+            scoring.columns,
+            grid.span,
+            _LOG2_E / scoring.temperature,
+            scoring.divergence.beta,
+            **grid.constants,
+        )
+    torch.sum(parts_JR2, 0, out=sums_R2)
+
+
+def _teacher(teacher_TVp: Tensor | None) -> tuple[Tensor | None, int, int]:
+    return (None, 0, 0) if teacher_TVp is None else (teacher_TVp, teacher_TVp.stride(0), teacher_TVp.stride(1))
+
+
+def _kind(scoring: Scoring) -> int:
+    return 0 if scoring.divergence is None else triton_kernels.KINDS[scoring.divergence.kind]
+
+
+def gradient(
+    logits_TVp: Tensor,
+    scoring: Scoring,
+    scores: RowScores,
+    gradients: Gradients,
+    out_TVp: Tensor,
+    teacher_TVp: Tensor | None = None,
+) -> None:
+    if logits_TVp.dtype == torch.float64:
+        return IN_TORCH.gradient(logits_TVp, scoring, scores, gradients, out_TVp, teacher_TVp)
     if not scoring.count:
         out_TVp.zero_()
         return
-    grid = _cut(logits_TVp, scoring.tokens, logits_TVp.shape[1])
+    grid, kind = _cut(logits_TVp, scoring.tokens, logits_TVp.shape[1]), 0
+    terms_NR: Tensor | None = None
+    if gradients.divergence is not None:
+        kind, terms_NR = _kind(scoring), teacher_terms(scoring, scores, scoring.of_rows(gradients.divergence))
     with _on_device_of(logits_TVp):
         triton_kernels.gradient_kernel[(scoring.tokens, grid.parts)](
             logits_TVp,
             *logits_TVp.stride(),
             out_TVp,
             *out_TVp.stride(),
+            *_teacher(teacher_TVp if kind else None),
             _numbers(scoring),
             scoring.labels.column_R,
             scoring.labels.inside_R,
             scores.max_R,
             scores.log_sum_R,
             scores.entropy_R,
-            *gradients.map(Tensor.contiguous),
+            *gradients.map(Tensor.contiguous)[:2],
+            terms_NR,
+            scoring.count,
             scoring.columns,
             logits_TVp.shape[1],
             grid.span,
             _LOG2_E / scoring.temperature,
             1 / scoring.temperature,
+            KIND=kind,
             **grid.constants,
         )
 

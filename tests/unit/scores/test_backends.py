@@ -115,9 +115,10 @@ def test_values_in_the_interpreter():
 
 POINTERS = {
     "statistics": {"rows": "*i64", "label_columns": "*i64", "labels_inside": "*i1", "parts": "*fp32"},
+    "mixture": dict.fromkeys(("maxima", "log_sums", "teacher_maxima", "teacher_log_sums", "parts"), "*fp32") | {"rows": "*i64"},
     "gradient": {
         **{"numbers": "*i32", "label_columns": "*i64", "labels_inside": "*i1", "maxima": "*fp32", "log_sums": "*fp32"},
-        **{"entropies": "*fp32", "grad_logprob": "*fp32", "grad_entropy": "*fp32"},
+        **{"entropies": "*fp32", "grad_logprob": "*fp32", "grad_entropy": "*fp32", "teacher_terms": "*fp32"},
     },
 }
 
@@ -132,7 +133,8 @@ def _compile(name, dtype, capability, threads, fixed, *, multiples):
     kernel = getattr(triton_kernels, f"{name}_kernel")
     vector = 4 if dtype == "fp32" else 8
     constants = {**fixed, "VECTORS": 16 // vector, "THREADS": threads, "VECTOR": vector}
-    types = {"logits": f"*{dtype}", "out": f"*{dtype}", "to_log2": "fp32", "per_temperature": "fp32", **POINTERS[name]}
+    types = {**dict.fromkeys(("logits", "out", "teacher"), f"*{dtype}"), **POINTERS[name]}
+    types |= dict.fromkeys(("to_log2", "per_temperature", "beta"), "fp32")
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     index = {(kernel.arg_names.index(arg),): arg for arg in signature}
     attributes = {at: [["tt.divisibility", 16]] for at, arg in index.items() if arg in multiples}
@@ -140,6 +142,10 @@ def _compile(name, dtype, capability, threads, fixed, *, multiples):
     return compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": threads // 32})
 
 
+NO_TEACHER = {
+    "statistics": {"teacher": None, "teacher_row_stride": 0, "teacher_column_stride": 0, "KIND": 0},
+    "gradient": {"teacher": None, "teacher_row_stride": 0, "teacher_column_stride": 0, "KIND": 0, "teacher_terms": None},
+}
 ALIGNED = {"logits", "out", "row_stride", "out_row_stride", "width", "span"}
 
 
@@ -159,6 +165,7 @@ def test_compiles_to_loads_of_16_bytes(name, dtype, capability, threads, fixed, 
     pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     strides = {"column_stride": 1} if name == "statistics" else {"column_stride": 1, "out_column_stride": 1}
+    strides |= NO_TEACHER[name]
     compiled = _compile(name, dtype, capability, threads, strides | fixed, multiples=ALIGNED)
     ptx = compiled.asm["ptx"]
     vectors = 2 if dtype != "fp32" else 4  # of a thread, in the loop and once more in the last tile
@@ -168,12 +175,35 @@ def test_compiles_to_loads_of_16_bytes(name, dtype, capability, threads, fixed, 
     assert not re.search(r"(ld|st)\.local", ptx)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind", "fixed"),
+    [
+        *(("statistics", "bf16", kind, {"STATISTICS": 10}) for kind in (1, 2)),
+        ("statistics", "fp32", 3, {"STATISTICS": 12, "rows": None}),
+        ("mixture", "bf16", None, {}),
+        *(("gradient", "bf16", kind, {}) for kind in (1, 2, 3)),
+    ],
+)
+def test_a_teachers_loads_are_as_wide_and_nothing_is_spilled(name, dtype, kind, fixed, tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fixed = fixed | {"column_stride": 1, "teacher_column_stride": 1} | ({} if kind is None else {"KIND": kind})
+    fixed |= {"out_column_stride": 1} if name == "gradient" else {}
+    aligned = ALIGNED | {"teacher", "teacher_row_stride"}
+    compiled = _compile(name, dtype, 90, 128, fixed, multiples=aligned)
+    loops, vectors = (1 if name == "mixture" else 2), (2 if dtype != "fp32" else 4)
+    loads = len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"]))
+    assert loads == 2 * loops * vectors or name == "mixture"  # its loads end at the true vocabulary
+    assert compiled.asm["cubin"]
+    assert not re.search(r"(ld|st)\.local", compiled.asm["ptx"])
+
+
 @pytest.mark.parametrize("name", ["statistics", "gradient"])
 def test_compiles_for_one_row_of_one_column_and_any_stride(name, tmp_path, monkeypatch):
     """Triton makes a constant of every integer that is 1; nothing here is a multiple of 16."""
     pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fixed = {"columns": 1, "width": 1, "row_stride": 1} | ({"STATISTICS": 4} if name == "statistics" else {})
+    fixed = {"columns": 1, "width": 1, "row_stride": 1} | ({"STATISTICS": 4} if name == "statistics" else {}) | NO_TEACHER[name]
     assert _compile(name, "bf16", 90, 128, fixed, multiples=set()).asm["cubin"]
 
 
