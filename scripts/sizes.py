@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 50_962,
     "tests, lines": 41_966,
-    "docs and docstrings, words": 107_876,
+    "docs and docstrings, words": 107_663,
     "public classes and functions": 852,
     "modules": 268,
     "modules below 60 lines": 40,
