@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_962,
+    "package, lines": 50_882,
     "tests, lines": 41_966,
-    "docs and docstrings, words": 107_663,
-    "public classes and functions": 852,
+    "docs and docstrings, words": 107_481,
+    "public classes and functions": 850,
     "modules": 268,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
@@ -33,7 +33,7 @@ LIMITS = {
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 0.8,
     "fragments without a verb per 1 000 docstrings": 24,
-    "docstring words per line of code": 0.85,
+    "docstring words per line of code": 0.84,
     "replaced names": 50,
     "lines of documents above 100 characters": 9,
 }

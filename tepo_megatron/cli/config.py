@@ -71,36 +71,6 @@ def _show_schema(
     show(table)
 
 
-_Converted = Annotated[Path, Argument(metavar="FILE", help="Its configuration, as YAML.")]
-
-
-@config_app.command("from-trl")
-def _from_trl(file: _Converted) -> None:
-    """Convert a configuration of TRL's GRPO trainer into a run's; comments say what has no field here.
-
-    [dim]tepo config from-trl grpo.yaml > run.yaml[/]
-    """
-    _convert("trl", file)
-
-
-@config_app.command("from-verl")
-def _from_verl(file: _Converted) -> None:
-    """Convert a configuration of verl into a run's; comments say what has no field here.
-
-    [dim]tepo config from-verl ppo_trainer.yaml > run.yaml[/]
-    """
-    _convert("verl", file)
-
-
-@config_app.command("from-nemo-rl")
-def _from_nemo_rl(file: _Converted) -> None:
-    """Convert a configuration of NeMo-RL's GRPO into a run's; comments say what has no field here.
-
-    [dim]tepo config from-nemo-rl grpo_math_1B.yaml > run.yaml[/]
-    """
-    _convert("nemo-rl", file)
-
-
 def _convert(name: str, file: Path) -> None:
     from tepo_megatron.config.load import dump_diff
     from tepo_megatron.config.peers import convert, read_peer_file
@@ -110,6 +80,19 @@ def _convert(name: str, file: Path) -> None:
         config = load_config(None, [f"{field}={json.dumps(value)}" for field, value in settings.items()])
         left.append("settings that equal a default here are left out: tepo config show FILE has all")
         echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
+
+
+def _add_converter(name: str, what: str, example: str) -> None:
+    def convert(file: Annotated[Path, Argument(metavar="FILE", help="Its configuration, as YAML.")]) -> None:
+        _convert(name, file)
+
+    about = f"Convert a configuration of {what} into a run's; comments say what has no field here."
+    config_app.command(f"from-{name}", help=f"{about}\n\n[dim]tepo config from-{name} {example} > run.yaml[/]")(convert)
+
+
+_add_converter("trl", "TRL's GRPO trainer", "grpo.yaml")
+_add_converter("verl", "verl", "ppo_trainer.yaml")
+_add_converter("nemo-rl", "NeMo-RL's GRPO", "grpo_math_1B.yaml")
 
 
 @app.command("plan")

@@ -10,8 +10,11 @@ from typer import Argument, Option
 from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
 from tepo_megatron.runtime.text import echo, outlive_readers
 
+app = typer.Typer()
 
-def sweep(
+
+@app.command("sweep")
+def _sweep(
     file: Annotated[Path, Argument(metavar="SWEEP.yaml", help="A run's file, axes of settings, and seeds.")],
     output: Annotated[Path | None, Option(help="Folder of all runs, in place of the file's.")] = None,
     jobs: Annotated[int, Option(min=1, help="Runs at a time here, each on its share of the cores.")] = 1,
@@ -59,7 +62,8 @@ def sweep(
     raise typer.Exit(130 if any(one.outcome == "stopped" for one in outcomes) else int(bool(failed)))
 
 
-def faults(
+@app.command("faults")
+def _faults(
     seed: Annotated[int, Option(help="Of everything random: moments, bits, processes.")] = 1,
     quick: Annotated[bool, Option("--quick", help="A few of each class: under 4 minutes on two cores; whole: 25.")] = False,
     only: Annotated[str, Option(help="Classes of faults, separated by commas; default: all.")] = "",

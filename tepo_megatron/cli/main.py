@@ -8,8 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tepo_megatron.cli import after_run, config, doctor, train, weights
-from tepo_megatron.cli.experiments import faults, sweep
+from tepo_megatron.cli import after_run, config, doctor, experiments, train, weights
 from tepo_megatron.runtime.text import open_closed_streams
 
 app = typer.Typer(
@@ -54,9 +53,7 @@ def _lazy(name: str, target: str, text: str, default: str | None = None) -> None
     app.add_typer(group, name=name)
 
 
-app.command("sweep")(sweep)
-app.command("faults")(faults)
-for _part in (after_run, config, doctor, train, weights):
+for _part in (after_run, config, doctor, experiments, train, weights):
     app.registered_commands += _part.app.registered_commands
 _ORDER = (
     *("init", "train", "serve", "eval", "compare", "status", "samples", "plan", "plot", "report"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -61,7 +60,7 @@ class ResponseStream(Protocol):
     def next(self, timeout_s: float | None) -> tuple[Any, int, Response] | None: ...
     def abort(self) -> list[tuple[Any, int, Response]]: ...
     def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *_exception: Any) -> None: ...
 
 
 class Task(Protocol):

@@ -50,8 +50,6 @@ _Row = Mapping[str, Any]
 
 
 class _Reach(Section):
-    """Counts the steps until a figure first reaches a value."""
-
     figure: str = "accuracy/greedy"  # a metric of evaluations
 
     at: Annotated[tuple[float, ...], Field(min_length=1)] = (0.9,)  # a run that never reaches a value has no number for it

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -77,10 +76,10 @@ class EpisodeStream:
         self.inner.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: Any) -> None:
         for number in list(self._open):
             self._drop(number)
-        self.inner.__exit__(kind, value, trace)
+        self.inner.__exit__(*exception)
 
     @property
     def unfinished(self) -> int:

@@ -193,10 +193,6 @@ def _replay_figures(folder: Path, _: str) -> Mapping[str, Any]:
     return {"steps": len(rows) - 1} | {name: [row[name] for row in rows[1:] if name in row] for name in names}
 
 
-def _head_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    return {"results": _results(folder, "head-*.json")}
-
-
 _PYTEST = ("pytest", "-m", "gpu")  # the project's own -q is there already, and -qq prints no counts
 _BENCH = ("tepo_megatron", "bench")
 _TINY_ON_GPU = (
@@ -248,7 +244,7 @@ PARTS = (
         "head",
         "the fused head beside logits, memory and time",
         ("scripts.studies.measure_head", "--hidden", "4096", "--dtypes", "bfloat16", "--output", "{out}"),
-        _head_figures,
+        lambda folder, _: {"results": _results(folder, "head-*.json")},
     ),
     _steps("step 1b local", "none", 30, "engine.layers=local", "engine.head=fused", "optimizer.distributed=true"),
     Part(

@@ -122,7 +122,6 @@ def _judge(folder: Path, random: Hostile) -> None:
 
 @border("environment servers")
 def _servers(folder: Path, random: Hostile) -> None:
-    """They answer to a trainer."""
     key = folder / "key"
     read_key(key, write=True)
     opened = random.random() < 0.7
@@ -146,7 +145,6 @@ def _servers(folder: Path, random: Hostile) -> None:
 
 @border("sampler")
 def _sampler(folder: Path, random: Hostile) -> None:
-    """The servers' JSON and text, and their stream of responses."""
     frames = [response_frame(0, [5, 6], [-0.5, -0.1], "stop", [(0, "0:")], cached=0), head_frame({"end": 1})]
     heads = [
         {"sample": 0, "finish_reason": "stop", "versions": [[0, "0:"]], "arrays": {"ids": ["<i4", [1]]}},
@@ -202,13 +200,10 @@ def _send(url: str, data: bytes) -> None:
 
 @border("environment serve")
 def _service(folder: Path, random: Hostile) -> None:
-    """Requests of others, slow ones too, beside a trainer's sound one."""
     config = EnvironmentConfig(name="guess_number", timeout_s=60.0)
     key = "k" * 20
-    host, described = (
-        InProcess(lambda episode, call: EpisodeAnswer(episode, dict(ANSWER))),
-        {"name": "guess_number", "adapter": "none", "kwargs": {}},
-    )
+    host = InProcess(lambda episode, call: EpisodeAnswer(episode, dict(ANSWER)))
+    described = {"name": "guess_number", "adapter": "none", "kwargs": {}}
     errors = io.StringIO()
     with (
         patch("tepo_megatron.tasks.environments.service.EnvironmentWorkers", lambda *_: host),

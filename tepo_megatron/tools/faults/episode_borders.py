@@ -76,7 +76,6 @@ def _verifier(folder: Path, random: Hostile) -> None:
 
 @border("verifier's pipe")
 def _pipe(folder: Path, random: Hostile) -> None:
-    """The process of a verifier writes something else than an answer to the trainer's pipe."""
     number = random.randrange(4)
     line = random.json([number, [[1.0, None]], 0.1, False])
     _score([(random.damaged(line) if random.random() < 0.2 else line) + b"\n"], neighbours=False)
@@ -151,7 +150,6 @@ class _Samples:
 
 
 def _play(host: Any) -> None:
-    """Plays an episode with a hostile environment next to a sound one."""
     config = RunConfig.model_validate(
         {"environment": {"name": "a.py:A", "max_turns": 3}, "reward": {"weights": {"right": 1.0}}}
     )
@@ -205,7 +203,6 @@ ANSWER = {"observation": ["text", "1"], "reward": {"right": 0.5}, "done": False,
 
 @border("environment's pipe")
 def _environment_answers(folder: Path, random: Hostile) -> None:
-    """What a process or a server of environments sends."""
     chat = vars(
         ChatRequest(({"role": "user", "content": "a"},), begins=True, tools=({"type": "function", "function": {"name": "f"}},))
     )

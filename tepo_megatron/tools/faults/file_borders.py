@@ -170,16 +170,12 @@ def _recorded(folder: Path, random: Hostile) -> None:
 # -- rollouts, checkpoints and models ----------------------------------------------------------------------------------------
 
 
-def _rollouts(count: int = 2) -> list[Rollout]:
-    return [
-        Rollout("a", 0, (1, 2), (3, 2), (-0.5, -0.1), "stop", WeightsVersion(3, "x"), "1", 1.0, {"right": 1.0})
-        for _ in range(count)
-    ]
+_ROLLOUT = Rollout("a", 0, (1, 2), (3, 2), (-0.5, -0.1), "stop", WeightsVersion(3, "x"), "1", 1.0, {"right": 1.0})
 
 
 def _write_record(folder: Path, random: Hostile) -> None:
     """Half of the lines are those that a digest belongs to."""
-    path = write_rollouts(folder, 3, _rollouts(), drawn_by="me")
+    path = write_rollouts(folder, 3, [_ROLLOUT, _ROLLOUT], drawn_by="me")
     head, *lines = map(json.loads, path.read_text().splitlines())
     body = random.lines(lines)
     if random.random() < 0.3:
@@ -225,7 +221,6 @@ def _identity() -> dict[str, Any]:
 
 @border("checkpoint")
 def _checkpoint(folder: Path, random: Hostile) -> None:
-    """Its state is hostile, or its manifest."""
     config = _run_folder(folder, train={"resume": True, "steps": 9})
     saved = folder / "checkpoints" / "step_000003"
     state = {"step": 3, "updates": 3, "model": _TINY, "weights_digest": "x", "identity": _identity(), "sampler": {"seed": 0}}
@@ -243,7 +238,6 @@ def _checkpoint(folder: Path, random: Hostile) -> None:
 
 
 def _shard(name: str, random: Hostile) -> bytes:
-    """A safetensors file with a hostile header, or a damaged one."""
     sound = safetensors_header({name: ("F32", (4, 2)), "b": ("BF16", (2,))})
     if random.random() < 0.4:
         return random.damaged(sound + bytes(36))
@@ -273,7 +267,6 @@ def _read_weights(folder: Path) -> None:
 
 @border("model")
 def _model(folder: Path, random: Hostile) -> None:
-    """Its configuration, index, or weights."""
     source = resolve_model_path(_TINY)
     config = json.loads((source / "config.json").read_text())
     index = {"metadata": {}, "weight_map": {"a": "a.safetensors"}}
@@ -393,7 +386,6 @@ def _configuration(folder: Path, random: Hostile) -> None:
 
 @border("registry")
 def _registry(folder: Path, random: Hostile) -> None:
-    """Of rollout servers: an address, and the key."""
     registry = folder / "registry"
     registry.mkdir(mode=0o700)
     (registry / "server-0.json").write_bytes(random.json({"url": "http://127.0.0.1:1", "life": "a"}))
@@ -427,14 +419,7 @@ def _lock(folder: Path, random: Hostile) -> None:
 
 
 _VARIABLES = (
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "RANK",
-    "LOCAL_RANK",
-    "SLURM_RESTART_COUNT",
-    "SLURM_JOB_ID",
-    "TERM",
-    "PYTHONPATH",
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_RESTART_COUNT", "SLURM_JOB_ID", "TERM", "PYTHONPATH"),
 )
 
 

@@ -39,8 +39,6 @@ BROKEN = ("", "{", "[" * 3000, '{"a":' * 3000, "nan", "1" * 5000, '"\\ud83d', "\
 
 
 class Hostile(Random):
-    """Draws hostile values."""
-
     def text(self) -> str:
         if self.random() < 0.05:
             return self.choice(PIECES) * 2000

@@ -178,7 +178,7 @@ class _OtherSizes(FaultClass):
                 return FaultOutcome(name, "lost", f"{len(left)} processes are left")
             entries = {path: path.read_bytes() for path in (run.out / "rollouts").glob("*.jsonl")}
             drawn = _groups_drawn(run.out / "journal/groups")
-            run.change(*common, *_size(after))
+            run.overrides = (*common, *_size(after))
             run.start()
             if run.wait_end():
                 return FaultOutcome(name, "lost", run.said())
@@ -205,7 +205,6 @@ def _tokens(rollout: Rollout) -> tuple[str, tuple[int, ...]]:
 
 
 def _groups_drawn(folder: Path) -> set[tuple[str, tuple[int, ...]]]:
-    """Responses of whole groups."""
     result = set()
     for path in folder.glob("step_*.jsonl"):
         with suppress(ValueError):  # cut off by the kill

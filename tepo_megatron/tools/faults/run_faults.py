@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,19 +17,24 @@ from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.faults.processes import wait_gone
 from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, differences, undisturbed
 
-WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
+_WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Longest delays from a phase's start to the fault."""
+PHASES = tuple(_WITHIN_S)
+ROLES = ("engine core", "parent", "reward worker", "rank 1", "API server", "rank 0", "vLLM worker", "supervisor")
+_OF_RANKS = ("rank 0", "rank 1", "reward worker")
 
 
 class _LiveFaults(FaultClass):
-    sends: ClassVar[signal.Signals]
+    sends: ClassVar[signal.Signals] = signal.SIGKILL
     overrides: ClassVar[tuple[str, ...]] = ()
+    cases: ClassVar[Sequence[tuple[str, str]]]  # role, phase
 
-    def _disturb(self, role: str, phase: str, rng: random.Random) -> FaultOutcome:
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        role, phase = self.cases[number % len(self.cases)]
         name = f"{self.sends.name} to {role} in {phase}"
         run = self.workshop.live_run(*self.overrides)
         run.reach(phase)
-        time.sleep(rng.uniform(0, WITHIN_S[phase]))
+        time.sleep(rng.uniform(0, _WITHIN_S[phase]))
         roles, before = run.roles, run.pids
         if role not in roles:
             self.workshop.close()
@@ -63,57 +68,32 @@ class _LiveFaults(FaultClass):
         return FaultOutcome(name, "survived", f"the servers {'stayed' if same else 'were started again'}", seconds)
 
 
-_OF_RANKS = ("rank 0", "rank 1", "reward worker")
-
-
-ROLES = ("engine core", "parent", "reward worker", "rank 1", "API server", "rank 0", "vLLM worker", "supervisor")
-PHASES = tuple(WITHIN_S)
-
-
 class _Kills(_LiveFaults):
     """The second round of roles shifts the phases by one."""
 
     name = "kills"
     title = "kill −9 of any process in any phase, live"
-    whole, quick = 2 * len(ROLES), 3
-    sends = signal.SIGKILL
-
-    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        phase = PHASES[(number + number // len(ROLES)) % len(PHASES)]
-        return self._disturb(ROLES[number % len(ROLES)], phase, rng)
+    cases = tuple((role, PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n, role in enumerate(2 * ROLES))
+    whole, quick = len(cases), 3
 
 
 class _Restarts(_LiveFaults):
     name = "restarts"
     title = "kill −9 of each rank in each phase, live, with train.max_restarts: the job goes on by itself"
-    whole, quick = 2 * len(PHASES), 1
-    sends = signal.SIGKILL
     overrides = ("train.max_restarts=1000",)
-
-    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        return self._disturb(f"rank {number % 2}", PHASES[number // 2 % len(PHASES)], rng)
-
-
-HANGS = (
-    ("reward worker", "reward"),
-    ("engine core", "rollout"),
-    ("vLLM worker", "sync"),
-    ("rank 1", "update"),
-    ("vLLM worker", "rollout"),
-    ("engine core", "sync"),
-    ("rank 1", "score"),
-    ("reward worker", "rollout"),
-)
+    cases = tuple((rank, phase) for phase in PHASES for rank in ("rank 0", "rank 1"))
+    whole, quick = len(cases), 1
 
 
 class _Hangs(_LiveFaults):
     name = "hangs"
     title = "SIGSTOP of engine core, vLLM worker, rank, reward worker, live"
-    whole, quick = len(HANGS), 1
     sends = signal.SIGSTOP
-
-    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        return self._disturb(*HANGS[number % len(HANGS)], rng)
+    cases = (
+        *(("reward worker", "reward"), ("engine core", "rollout"), ("vLLM worker", "sync"), ("rank 1", "update")),
+        *(("vLLM worker", "rollout"), ("engine core", "sync"), ("rank 1", "score"), ("reward worker", "rollout")),
+    )
+    whole, quick = len(cases), 1
 
 
 _Damage = Callable[[Path, random.Random], bytes | None]  # of the file: its new content, or None to remove it
@@ -187,5 +167,5 @@ class _CheckpointDamage(FaultClass):
         return self.resume(name, folder, base / "rollouts", told="step_")
 
 
-LIVE: tuple[type[FaultClass], ...] = (_Kills, _Hangs, _Restarts)
+LIVE: tuple[type[_LiveFaults], ...] = (_Kills, _Hangs, _Restarts)
 REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage,)

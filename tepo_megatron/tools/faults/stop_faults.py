@@ -92,16 +92,15 @@ class _Terminal:
             os.waitpid(self.shell, 0)
 
 
-_Act = Callable[[_Terminal, random.Random], str]  # returns what is wrong
+_Act = Callable[[_Terminal, random.Random], str | None]  # returns what is wrong
 
 
 def _keys(*keys: str) -> _Act:
-    def act(terminal: _Terminal, rng: random.Random) -> str:
+    def act(terminal: _Terminal, rng: random.Random) -> None:
         for key in keys:
             terminal.type(key)
             time.sleep(rng.uniform(0.0, 0.5))
         terminal.wait_code()
-        return ""
 
     return act
 
@@ -130,30 +129,22 @@ def _stop_key(then: str) -> _Act:
     return act
 
 
-def _hang_up(terminal: _Terminal, rng: random.Random) -> str:
+def _hang_up(terminal: _Terminal, rng: random.Random) -> None:
     terminal.hang_up()
-    return ""
 
 
-def _kill_shell(terminal: _Terminal, rng: random.Random) -> str:
-    os.kill(terminal.shell, signal.SIGKILL)
-    return ""
-
-
-def _stopped_then_hung_up(terminal: _Terminal, rng: random.Random) -> str:
+def _stopped_then_hung_up(terminal: _Terminal, rng: random.Random) -> None:
     terminal.type("\x1a")
     terminal.wait_code()
     terminal.hang_up()
-    return ""
 
 
 def _send(number: signal.Signals, *, to_all: bool = False) -> _Act:
-    def act(terminal: _Terminal, rng: random.Random) -> str:
+    def act(terminal: _Terminal, rng: random.Random) -> None:
         for pid in terminal.pids if to_all else terminal.pids[:1]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         terminal.wait_code()
-        return ""
 
     return act
 
@@ -193,7 +184,10 @@ STOPS: dict[str, tuple[str, _Act]] = {
     "Ctrl-Z, then bg and a wait": ("{}", _stop_key("bg; wait")),
     "Ctrl-Z, then the terminal is closed": ("{}", _stopped_then_hung_up),
     "the terminal is closed, under nohup": ("nohup {}", _hang_up),
-    "the shell is killed, as when an SSH connection ends": ("{}", _kill_shell),
+    "the shell is killed, as when an SSH connection ends": (
+        "{}",
+        lambda terminal, rng: os.kill(terminal.shell, signal.SIGKILL),
+    ),
     "SIGHUP to the launcher": ("{}", _send(signal.SIGHUP)),
     "SIGTERM to the launcher": ("{}", _send(signal.SIGTERM)),
     "SIGTERM to every process": ("{}", _send(signal.SIGTERM, to_all=True)),
@@ -224,7 +218,7 @@ class _Stops(FaultClass):
             wait_until(lambda: last_step(folder / "out") > 0, _PATIENCE_S, "the first step")
             time.sleep(rng.uniform(0.0, 1.0))
             pids = terminal.pids
-            wrong = act(terminal, rng)
+            wrong = act(terminal, rng) or ""
             if left := wait_gone(pids, GONE_S):
                 wrong = wrong or f"{len(left)} processes are left"
             message = RunEnd(0, terminal.text)

@@ -130,13 +130,9 @@ class RunEnd(NamedTuple):
 class LiveRun:
     def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
         self.folder, self.out, self.steps = folder, folder / "out", steps
-        self.change(*overrides)
+        self.overrides = overrides  # a change takes effect at the next start
         self._process: subprocess.Popen[bytes] | None = None
         self._log, self._log_start = folder / "log.txt", 0
-
-    def change(self, *overrides: str) -> None:
-        """Takes effect at the next start."""
-        self.overrides = overrides
 
     @property
     def running(self) -> bool:
