@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_882,
+    "package, lines": 50_871,
     "tests, lines": 41_966,
-    "docs and docstrings, words": 107_481,
-    "public classes and functions": 850,
+    "docs and docstrings, words": 107_497,
+    "public classes and functions": 852,
     "modules": 268,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

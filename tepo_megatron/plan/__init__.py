@@ -41,6 +41,10 @@ class Plan:
     sync: SyncTraffic | None = None
     substitute: str | None = None
 
+    @classmethod
+    def of(cls, config: RunConfig, spec: ModelSpec) -> Plan:
+        return cls(config, spec, _lengths(spec, config, None, None))
+
     @cached_property
     def ranks(self) -> TrainingRanks:
         return TrainingRanks(self.spec, self.config)
@@ -186,10 +190,6 @@ def check_plan(plan: Plan) -> None:
     """Raises ValueError with the plan's problems."""
     if plan.problems:
         raise ValueError("the run does not fit: " + "; ".join(plan.problems))
-
-
-def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    return Plan(config, spec, _lengths(spec, config, None, None)).problems
 
 
 def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:

@@ -23,7 +23,7 @@ from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
 from tepo_megatron.runtime.hub import HUB, hub_folder
-from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.runtime.machine import changed_environment, this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.torchrun import run_ranks
@@ -98,18 +98,16 @@ def train(
 def _own_process() -> Iterator[None]:
     import torch
 
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in environment and not torch.cuda.is_available():
-        torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        with warnings.catch_warnings():
+    threads = torch.get_num_threads()
+    with changed_environment(), warnings.catch_warnings():
+        if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+            torch.set_num_threads(1)
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
             yield
-    finally:
-        torch.set_num_threads(threads)
-        os.environ.clear()
-        os.environ.update(environment)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _train_in_ranks(config: RunConfig) -> None:

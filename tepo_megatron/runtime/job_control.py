@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from tepo_megatron.runtime.preemption import not_ignored
+from tepo_megatron.runtime.preemption import handled_by, not_ignored
 from tepo_megatron.runtime.proc import PROC, STOPPED, Process
 
 
@@ -41,11 +41,8 @@ def stopped_together(before_stop: Callable[[], None] = lambda: None) -> Iterator
                 signal.signal(number, stop)
         is_stopping = False
 
-    before = signal.signal(signal.SIGTSTP, stop)
-    try:
+    with handled_by(stop, [signal.SIGTSTP]):
         yield
-    finally:
-        signal.signal(signal.SIGTSTP, before)
 
 
 def _stop_descendants() -> list[int]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,23 @@ def variable(name: str, default: int) -> int:
             f"the environment variable {name} = {text[:60]!r} is no whole number; unset it, or let torchrun set it"
         )
     return int(text)
+
+
+@contextmanager
+def changed_environment(**changes: str | None) -> Iterator[None]:
+    """None removes a variable."""
+    before = dict(os.environ)
+    try:
+        for name, value in changes.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def available_cores() -> list[int]:

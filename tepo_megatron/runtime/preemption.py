@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -52,6 +52,20 @@ class StopRequested(KeyboardInterrupt):
 def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signal.Signals, ...]:
     """Leaves out what the starter ignores, as ``nohup`` does SIGHUP, but SIGUSR1: job scripts ignore it for all but ranks."""
     return tuple(item for item in numbers if item == signal.SIGUSR1 or signal.getsignal(item) is not signal.SIG_IGN)
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopSignals:
@@ -123,8 +137,7 @@ class StopSignals:
     def _uninstall(self) -> None:
         if self._wakes is not None:
             signal.set_wakeup_fd(self._wakes_before, warn_on_full_buffer=False)
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            _restore(self._before)
             self._wakes.close()  # ends the thread
             self._wakes = None
 

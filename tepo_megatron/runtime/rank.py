@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
-from tepo_megatron.runtime.rendezvous import refuse_pickles, remove_folders
+from tepo_megatron.runtime.rendezvous import refuse_pickles, removals
 from tepo_megatron.runtime.text import echo
 
 _LEAVE_S = 2.0  # for threads, which may wait for servers
@@ -38,7 +38,7 @@ class FailureReport(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> FailureReport | None:
-        """None if no rank has failed by an error."""
+        """None: no rank failed by an error."""
         with suppress(FileNotFoundError, ValueError):  # ValueError: the rank was killed while it wrote
             return cls(*json.loads(path.read_bytes()))
         return None
@@ -132,7 +132,7 @@ def _leave(code: int) -> int:
 
 def _exit_now(code: int) -> NoReturn:
     """Threads may not be ready for the interpreter's exit."""
-    remove_folders()
+    removals.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -50,18 +50,14 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
             f"the ranks should meet in {folder} ({FOLDER_VARIABLE}), but other users may enter it; set it to 0700"
         )
     if os.environ["RANK"] == "0":  # the last to leave: without the store's file it would wait for minutes
-        _removals.callback(_remove_if_orphaned, folder, os.getppid())
+        removals.callback(_remove_if_orphaned, folder, os.getppid())
     store: Store = FileStore(str(folder / f"attempt-{attempt()}"), world_size)
     store.set_timeout(timeout)
     return store
 
 
-_removals = contextlib.ExitStack()
-
-
-@atexit.register
-def remove_folders() -> None:
-    _removals.close()
+removals = contextlib.ExitStack()
+atexit.register(removals.close)
 
 
 def _remove_if_orphaned(folder: Path, agent: int) -> None:
@@ -77,7 +73,7 @@ def private_folder() -> Path:
     if len(os.fsencode(f"{parent}/{name}12345678")) > _LONGEST_FOLDER:
         parent, name = "/tmp", f"{folder_name()}-"  # noqa: S108
     folder = tempfile.mkdtemp(prefix=name, dir=parent)  # mode 0700
-    _removals.callback(shutil.rmtree, folder, ignore_errors=True)
+    removals.callback(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tepo_megatron.runtime.machine import variable
+from tepo_megatron.runtime.machine import changed_environment, variable
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.text import echo
 
@@ -47,15 +47,8 @@ def attempt() -> int:
 
 @contextmanager
 def named_job(name: str = "") -> Iterator[None]:
-    before = {key: os.environ.pop(key, None) for key in (_JOB, _ATTEMPT)}
-    os.environ[_JOB] = name or secrets.token_hex(8)
-    try:
+    with changed_environment(**{_JOB: name or secrets.token_hex(8), _ATTEMPT: None}):
         yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
 
 
 def _set_attempt(number: int) -> None:

@@ -145,7 +145,7 @@ def folder_name() -> str:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Removes a folder of any depth: a model's program may make thousands in one another."""
+    """A model's program may make thousands of folders in one another."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):

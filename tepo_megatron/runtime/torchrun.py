@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from tepo_megatron.errors import wants_traceback
 from tepo_megatron.runtime.heartbeat import watching
 from tepo_megatron.runtime.job_control import stopped_together
-from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, not_ignored
+from tepo_megatron.runtime.machine import changed_environment
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, handled_by, not_ignored
 from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, FailureReport, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.restarts import NodeMeeting, RanksEnd, attempt, job_name, run_attempts
@@ -126,22 +127,21 @@ def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int], Ra
     global _store
     node, limit = int(parsed.node_rank), timedelta(seconds=_MEET_S)
     stopped: list[int] = []
-    # Within an attempt the ranks get the signals; a spare has none.
-    before = {number: signal.signal(number, lambda number, _frame: stopped.append(number)) for number in not_ignored()}
 
     def run(place: int) -> RanksEnd:
         if stopped:
             return RanksEnd(StopRequested(stopped[0]).exit_code if place == 0 else 0)
         return run_once(place)
 
-    store, watching = (_meet(parsed.master_addr, int(parsed.master_port or _PORT), node + number, limit) for number in (0, 1))
-    _store = store
-    try:
-        return NodeMeeting(store, watching, node, int(parsed.nnodes), spares, parsed.max_restarts, _MEET_S).run(run)
-    finally:
-        _store = None
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    place = (parsed.master_addr, int(parsed.master_port or _PORT))
+    # Within an attempt the ranks get the signals; a spare has none.
+    with handled_by(lambda number, _frame: stopped.append(number), not_ignored()):
+        store, watching = (_meet(*place, node + number, limit) for number in (0, 1))
+        _store = store
+        try:
+            return NodeMeeting(store, watching, node, int(parsed.nnodes), spares, parsed.max_restarts, _MEET_S).run(run)
+        finally:
+            _store = None
 
 
 def _run_node_attempt(
@@ -157,9 +157,8 @@ def _run_node_attempt(
 
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
         failure = Path(folder) / "failure.json"
-        os.environ[FAILURE_FILE] = str(failure)
         try:
-            with _forwarded_signals(Path(folder), ranks) as asked:
+            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(Path(folder), ranks) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
@@ -170,8 +169,6 @@ def _run_node_attempt(
                     return _explained(_describe_end(error), hangs, failure) if code is None else RanksEnd(code)
         except StopRequested as stop:
             return RanksEnd(stop.exit_code)
-        finally:
-            del os.environ[FAILURE_FILE]
     return RanksEnd(0)
 
 
@@ -215,20 +212,17 @@ def _describe_end(error: ChildFailedError) -> RanksEnd:
 
 @contextmanager
 def _environment(failure: Path) -> Iterator[None]:
-    before, level = dict(os.environ), logging.root.manager.disable
-    os.environ.update({FAILURE_FILE: str(failure), HAS_PARENT: "1"})
-    os.environ.update(_agent_environment())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if not wants_traceback():
-        logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(level)
-        os.environ.clear()
-        os.environ.update(before)
+    level = logging.root.manager.disable
+    with changed_environment(**{FAILURE_FILE: str(failure), HAS_PARENT: "1"}, **_agent_environment()):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if not wants_traceback():
+            logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(level)
 
 
 def _show_cursor() -> None:
@@ -261,14 +255,8 @@ def _forwarded_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | 
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(int(file.read_text()), number)
 
-    before = {number: signal.signal(number, forward) for number in not_ignored()}
-    os.environ[RANKS_FOLDER] = str(folder)
-    try:
+    with handled_by(forward, not_ignored()), changed_environment(**{RANKS_FOLDER: str(folder)}):
         yield lambda: received[0] if received else None
-    finally:
-        del os.environ[RANKS_FOLDER]
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _agent_environment() -> dict[str, str]:
@@ -298,14 +286,8 @@ def _run_agent(arguments: Sequence[str], folder: Path, place: int | None = None)
     parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or _PORT}"
     parsed.rdzv_backend, parsed.node_rank = _BACKEND, 0  # the agent has the node's number from rdzv_conf
     rendezvous_handler_registry.register(_BACKEND, _make_handler)
-    if int(parsed.nnodes) > 1:
+    with changed_environment(**{} if int(parsed.nnodes) > 1 else {FOLDER_VARIABLE: str(folder)}):
         torchrun.run(parsed)
-        return
-    os.environ[FOLDER_VARIABLE] = str(folder)
-    try:
-        torchrun.run(parsed)
-    finally:
-        del os.environ[FOLDER_VARIABLE]
 
 
 def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:

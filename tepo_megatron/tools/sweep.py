@@ -35,7 +35,7 @@ from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import available_cores
-from tepo_megatron.runtime.preemption import not_ignored
+from tepo_megatron.runtime.preemption import handled_by, not_ignored
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.report.runs import flat
@@ -389,14 +389,8 @@ class Sweep:
             for process, _ in list(self._living.values()):
                 process.send_signal(number)
 
-        stops = not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        before = {number: signal.signal(number, ask) for number in stops}
-        try:
-            with stopped_together():
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handled_by(ask, not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))), stopped_together():
+            yield
 
 
 def _last_figures(run: SweepRun) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.plan import problems_of
+from tepo_megatron.plan import Plan
 from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
@@ -125,7 +125,7 @@ class Placement:
 
     def check_memory(self, spec: ModelSpec) -> None:
         """Raises ValueError, or warns with ``engine.check_memory = false``."""
-        problems = problems_of(self._planned(), spec) if self.on_gpus else None
+        problems = Plan.of(self._planned(), spec).problems if self.on_gpus else None
         if not problems:
             return
         sentence = "the run does not fit: " + "; ".join(problems)

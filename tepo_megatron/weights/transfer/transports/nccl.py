@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from tepo_megatron.runtime.machine import changed_environment
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, announce_departure
 
 _POLL_INTERVAL_S = 5e-5
@@ -143,14 +143,8 @@ def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"  # by default torch ends the process when an operation fails
-    try:
+    with changed_environment(**{_ERROR_HANDLING: "0"}):  # by default torch ends the process when an operation fails
         backend = ProcessGroupNCCL(store, rank, world_size, options)
-    finally:
-        del os.environ[_ERROR_HANDLING]
-        if before is not None:
-            os.environ[_ERROR_HANDLING] = before
     group = ProcessGroup(store, rank, world_size)
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
     group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, backend)
