@@ -21,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_871,
-    "tests, lines": 41_966,
-    "docs and docstrings, words": 107_497,
-    "public classes and functions": 852,
-    "modules": 268,
+    "package, lines": 50_996,
+    "tests, lines": 41_997,
+    "docs and docstrings, words": 107_926,
+    "public classes and functions": 854,
+    "modules": 269,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
     "entries at the top of the package": 14,

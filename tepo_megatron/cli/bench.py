@@ -38,6 +38,7 @@ def _scores_command(
     vocab: Annotated[str, Option(help="V, with commas. Default: 32000,128256; cuda: 16032,32064,64128,128256.")] = "",
     dtype: Annotated[str, Option(help="bf16, fp32, with commas. Default: both; cuda: bf16.")] = "",
     repeats: Annotated[int, Option(help="The best counts.")] = 5,
+    teacher: Annotated[bool, Option("--teacher", help="Measure divergences from a teacher instead.")] = False,
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +55,7 @@ def _scores_command(
         raise ValueError(f"--device {device} is unknown; give cpu or cuda")
     options = {"tp": tp, "tokens": tokens, "vocab": vocab, "dtype": dtype}
     grid: dict[str, Any] = {name: value or scores.DEFAULTS[device][name] for name, value in options.items()}
-    setting = scores.ScoreSetting(grid["tp"], device, repeats)
+    setting = scores.ScoreSetting(grid["tp"], device, repeats, teacher)
     results: list[scores.ScoreMeasurement] = []
     for name, v, t in itertools.product(grid["dtype"].split(","), grid["vocab"].split(","), grid["tokens"].split(",")):
         _say(f"T {t}, V {v}, {name}")

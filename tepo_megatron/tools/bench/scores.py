@@ -24,12 +24,11 @@ from torch import Tensor
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
 from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine, gather, plan_scoring
+from tepo_megatron.tools.bench.divergences import DIVERGENCES, PEERS, GatherColumns, Method, Outputs, teacher_methods
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tepo_megatron.tools.results import Report, Table, in_processes
 
 R = TypeVar("R")
-_Outputs = tuple[Tensor, ...]
-_Method = Callable[[Tensor, Tensor], _Outputs]  # (logits shard [T, V/p], labels [T]) → outputs [T] for a backward
 _DENSE = "dense torch log_softmax"
 MEGATRON = "Megatron-Core cross-entropy (log-prob only)"
 _AREAL = "AReaL, both scores"
@@ -52,6 +51,8 @@ class ScoreSetting:
     tp: int
     device: str
     repeats: int
+    teacher: bool = False
+    """Measure divergences from a teacher instead."""
 
     def run(self, tokens: int, vocab: int, dtype: str) -> list[ScoreMeasurement]:
         """Raises ValueError for an impossible setting."""
@@ -74,7 +75,8 @@ class ScoreSetting:
         if self.device == "cuda":
             record["gpu"] = torch.cuda.get_device_name()
             note = f"{record['gpu']} · {note}"
-        return Report(f"scores-{self.device}-tp{self.tp}", record, [Table.of(rows)], note)
+        name = "teacher" if self.teacher else "scores"
+        return Report(f"{name}-{self.device}-tp{self.tp}", record, [Table.of(rows)], note)
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,12 @@ def _measure(_: int, setting: ScoreSetting, tokens: int, vocab: int, dtype: str)
     labels = torch.randint(0, vocab, (tokens,), **drawn)
     gradients = torch.randn(2, tokens, **drawn)
     copy_gbps = _copy_gbps(repeats, device)
-    chosen = methods(device, logits, labels)
+    chosen = (
+        {**teacher_methods(logits, parallel_state), FLOOR: _Floor.apply} if setting.teacher else methods(device, logits, labels)
+    )
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if tokens * vocab * 4 * 5 * tp > free / 2:  # about five fp32 copies of the whole logits on each rank
-        del chosen[_DENSE]
+        chosen.pop(_DENSE, None)
     rows: dict[str, dict[str, Any]] = {}
     for name, method in chosen.items():
         peak = _peak_extra(method, logits, labels, gradients)
@@ -142,7 +146,7 @@ def _measure(_: int, setting: ScoreSetting, tokens: int, vocab: int, dtype: str)
     return list(rows.values())
 
 
-def _run(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
+def _run(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
     leaf = logits.clone().requires_grad_()
     view = leaf.view_as(leaf)
     _settle(logits)
@@ -152,7 +156,7 @@ def _run(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> 
     return forward, backward
 
 
-def _of_outputs(gradients: Tensor, outputs: _Outputs) -> list[Tensor]:
+def _of_outputs(gradients: Tensor, outputs: Outputs) -> list[Tensor]:
     return [grad.to(out.dtype) for grad, out in zip(gradients, outputs, strict=False)]
 
 
@@ -194,7 +198,7 @@ def _settle(like: Tensor) -> None:
     dist.barrier()
 
 
-def _peak_extra(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
+def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
     if not logits.is_cuda:
         return peak_bytes(lambda: _run(method, logits, labels, gradients)) - logits.nbytes
     _scratch()
@@ -204,7 +208,7 @@ def _peak_extra(method: _Method, logits: Tensor, labels: Tensor, gradients: Tens
     return torch.cuda.max_memory_allocated() - before - logits.nbytes
 
 
-def _count_collectives(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
+def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
     names = [name for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))]
     with ExitStack() as stack:
         collectives = [stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in names]
@@ -222,6 +226,8 @@ def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str
     def ms(value: float) -> str:
         return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
+    *_, kind = row.method.split(", ")
+    rivals = [f"{peer}, {kind}" for peer in PEERS] if kind in DIVERGENCES else [_AREAL, _VERL]
     return {
         "shape": row.shape if row is peers[0] else "",
         "method": row.method,
@@ -229,7 +235,7 @@ def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str
         "backward ms": ms(row.backward_ms),
         "total ms": ms(row.total_ms),
         "× Megatron": times(MEGATRON),
-        "× best peer": times(_AREAL, _VERL),
+        "× best peer": times(*rivals),
         "× floor": times(FLOOR),
         "× without slope": times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
         "peak extra": f"{row.peak_extra:.3f}",
@@ -239,9 +245,9 @@ def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str
     }
 
 
-def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, _Method]:
+def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
     if device == "cpu":
-        result: dict[str, _Method] = {
+        result: dict[str, Method] = {
             "tepo_megatron": partial(_ours, backend="torch"),
             **_with_and_without_slope("tepo_megatron, in place", "torch"),
             **_with_and_without_slope("tepo_megatron, in place, C++", "cpp"),
@@ -264,17 +270,17 @@ def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, _Method]:
     return {**result, MEGATRON: _megatron, _DENSE: _dense, FLOOR: _Floor.apply}
 
 
-def _with_and_without_slope(name: str, backend: BackendName) -> dict[str, _Method]:
+def _with_and_without_slope(name: str, backend: BackendName) -> dict[str, Method]:
     options: dict[str, Any] = {"backend": backend, "inplace_backward": True}
     return {name: partial(_ours, **options), name + SLOPE: partial(_ours, entropy_slope=True, **options)}
 
 
-def _ours(logits: Tensor, labels: Tensor, **options: Any) -> _Outputs:
+def _ours(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
     scores = logprob_and_entropy(logits, labels, tp_group=dist.group.WORLD, **options)
     return scores.logprob, scores.entropy
 
 
-def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> _Method:
+def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> Method:
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
     options: dict[str, Any] = {"temperature": 1.0, "vocab_size": None, "mask_T": None, "entropy_slope": entropy_slope}
@@ -287,7 +293,7 @@ def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> 
 
 class _Kernels(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, scoring: Scoring, scores: RowScores, backend: Backend) -> _Outputs:
+    def forward(ctx: Any, logits: Tensor, scoring: Scoring, scores: RowScores, backend: Backend) -> Outputs:
         stats = torch.empty(logits.shape[0], scoring.statistics, device=logits.device)
         backend.statistics(logits, scoring, stats)
         ctx.scoring, ctx.scores, ctx.backend = scoring, scores, backend
@@ -301,34 +307,21 @@ class _Kernels(torch.autograd.Function):
         return logits.detach(), None, None, None
 
 
-def _megatron(logits: Tensor, labels: Tensor) -> _Outputs:
+def _megatron(logits: Tensor, labels: Tensor) -> Outputs:
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     return (vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1)).squeeze(1),)
 
 
-def _dense(logits: Tensor, labels: Tensor) -> _Outputs:
-    whole = torch.cat(list(_GatherColumns.apply(logits)), 1)
+def _dense(logits: Tensor, labels: Tensor) -> Outputs:
+    whole = torch.cat(list(GatherColumns.apply(logits)), 1)
     logprob = whole.log_softmax(-1, dtype=torch.float32)
     return logprob.gather(1, labels.unsqueeze(1)).squeeze(1), -(logprob.exp() * logprob).sum(-1)
 
 
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> _Outputs:
-        ctx.rank = dist.get_rank()
-        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
-        dist.all_gather(shards, logits.contiguous())
-        return tuple(shards)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[ctx.rank]  # every rank computes the whole loss, so its own columns' gradient is complete
-
-
 class _Floor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> _Outputs:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Outputs:
         ctx.save_for_backward(logits)
         return (logits.view(torch.int64).sum(1).float() * 0,)
 
@@ -339,7 +332,7 @@ class _Floor(torch.autograd.Function):
         return logits.detach(), None
 
 
-def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> _Outputs:
+def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> Outputs:
     """Copies, since Megatron's cross-entropy overwrites its input."""
     retained = logits.clone()
     entropy = module.vocab_parallel_entropy(logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from scripts.studies.compare_masks import by_entropy
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.tools.bench.divergences import DIVERGENCES, PEERS, _part_of
 from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, random_rollouts
 from tepo_megatron.tools.bench.rollouts import RolloutSetting
 from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
@@ -128,7 +131,7 @@ def test_scores_are_measured(tmp_path: Path) -> None:
     options = ["--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
     invoke("bench", "scores", *options, "--output", tmp_path)
     record = json.loads((tmp_path / "scores-cpu-tp1.json").read_text())
-    assert record["arguments"] == {"tp": 1, "device": "cpu", "repeats": 1}
+    assert record["arguments"] == {"tp": 1, "device": "cpu", "repeats": 1, "teacher": False}
     rows = {row["method"]: row for row in record["results"]}
     assert {MEGATRON, "tepo_megatron, in place, C++" + SLOPE} <= rows.keys()
     row = rows["tepo_megatron, in place, C++"]
@@ -137,6 +140,34 @@ def test_scores_are_measured(tmp_path: Path) -> None:
     table = (tmp_path / "scores-cpu-tp1.md").read_text().splitlines()
     assert table[2].startswith("| shape | method | forward ms")
     assert len(table) == 4 + len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
+def test_divergences_are_measured(tmp_path: Path) -> None:
+    options = ["--teacher", "--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
+    invoke("bench", "scores", *options, "--output", tmp_path)
+    record = json.loads((tmp_path / "teacher-cpu-tp1.json").read_text())
+    rows = {row["method"]: row for row in record["results"]}
+    ours = [rows[f"tepo_megatron, in place, {kind}"] for kind in DIVERGENCES]
+    assert [(row["forward_collectives"], row["backward_collectives"]) for row in ours] == [(1, 0), (1, 0), (2, 0)]
+    assert {FLOOR, f"{PEERS[-1]}, forward_kl"} <= rows.keys()
+    (table,) = ScoreSetting(1, "cpu", 1, teacher=True).report([ScoreMeasurement(**row) for row in record["results"]]).tables
+    shown = {cells[table.columns.index("method")]: cells[table.columns.index("× best peer")] for cells in table.rows}
+    assert shown[f"{PEERS[-1]}, forward_kl"] == "1.00"
+
+
+def test_a_peers_function_is_read_without_the_imports_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = (
+        "import no_such_package",
+        "class Trainer:",
+        "    @staticmethod",
+        "    def loss(x: Tensor) -> int:",
+        "        return 3",
+    )
+    (tmp_path / "peer.py").write_text("\n".join(lines))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _: SimpleNamespace(locate_file=lambda file: tmp_path / file))
+    assert _part_of("peer", "peer.py", "loss").loss(1) == 3
 
 
 def test_scores_are_ratios_to_the_methods_of_the_same_shape_and_to_a_copys_bandwidth() -> None:
