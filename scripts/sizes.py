@@ -21,19 +21,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 50_996,
-    "tests, lines": 41_997,
-    "docs and docstrings, words": 107_926,
-    "public classes and functions": 854,
-    "modules": 269,
+    "package, lines": 51_485,
+    "tests, lines": 42_502,
+    "docs and docstrings, words": 108_313,
+    "public classes and functions": 865,
+    "modules": 270,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 0.8,
-    "fragments without a verb per 1 000 docstrings": 24,
-    "docstring words per line of code": 0.84,
+    "fragments without a verb per 1 000 docstrings": 27,
+    "docstring words per line of code": 0.85,
     "replaced names": 50,
     "lines of documents above 100 characters": 9,
 }

@@ -11,8 +11,10 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import RunFile, print_json, show, user_errors
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.cluster import ExecutorName
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch import nemo
+from tepo_megatron.launch.executors import new_job, run_here, submit, write_scripts
 from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
 from tepo_megatron.plan import check_plan, make_plan
@@ -28,20 +30,21 @@ _Overrides = Annotated[list[str] | None, Argument(metavar="a.b=c", help="Dotted 
 def _run(
     run: RunFile,
     overrides: _Overrides = None,
-    executor: Annotated[Literal["slurm", "local"], Option(help="local: the training node is this machine.")] = "slurm",
+    executor: Annotated[ExecutorName | None, Option(help="Short for cluster.executor=NAME.")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the scripts; submit, write and ask nothing.")] = False,
     resume: Annotated[bool, Option("--resume", help="Go on from the newest checkpoint of the output folder.")] = False,
     as_json: Annotated[bool, Option("--json", help="With --dry-run: plan and scripts for tools.")] = False,
 ) -> None:
-    """Submit a run to Slurm through NeMo-Run: the first nodes train, the others serve vLLM.
+    """Submit a run through NeMo-Run, to Slurm or another executor: the first nodes train, the others serve vLLM.
 
     [dim]tepo launch examples/llama3.3-70b/run.yaml --dry-run[/]
 
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
     with user_errors():
-        config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])], trains=True)
-        if executor == "slurm":
+        chosen = [f"cluster.executor={executor}"] if executor else []
+        config = _load(run, [*(overrides or ()), *chosen, *(["train.resume=true"] if resume else [])], trains=True)
+        if config.cluster.executor == "slurm":
             Job(config).check_time_limit()
         plan = make_plan(config)
         if dry_run and not as_json:
@@ -51,37 +54,34 @@ def _run(
                 echo(line)
             echo("")
         check_plan(plan)
-        others = config.cluster.train_nodes + config.cluster.rollout_nodes - 1
-        if executor == "local" and others and not dry_run:
-            raise ValueError(
-                f"--executor local has one node, but the run wants {others} more (cluster.train_nodes, cluster.rollout_nodes); "
-                "set them to 1 and 0, or use --dry-run"
-            )
-        texts, code = nemo.write_scripts(config), 0
-        if executor == "local":
-            del texts["sbatch"]
+        job = new_job()
+        texts, code = write_scripts(config, job) if config.cluster.executor != "slurm" else nemo.write_scripts(config), 0
         if dry_run and as_json:
             print_json({"plan": json.loads(plan_json(plan)), "scripts": texts})
         elif dry_run:
             for name, text in texts.items():
                 echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
         else:
-            code = _launch(config, texts, executor)
+            code = _launch(config, texts, job)
     raise typer.Exit(code)
 
 
-def _launch(config: RunConfig, texts: Mapping[str, str], executor: str) -> int:
-    cluster = nemo.connect(config)
+def _launch(config: RunConfig, texts: Mapping[str, str], job: str) -> int:
+    cluster, on_slurm = nemo.connect(config), config.cluster.executor == "slurm"
     cluster.check()
-    if executor == "slurm" and config.train.save_every == 0 and config.train.save_minutes == 0:
+    if on_slurm and config.train.save_every == 0 and config.train.save_minutes == 0:
         echo(
             "warning: train.save_every = 0 and train.save_minutes = 0: a job that ends without a warning begins anew; set one",
             err=True,
         )
-    cluster.upload({name: text for name, text in texts.items() if name != "sbatch"}, submission(sys.argv))
-    if executor == "local":
-        return nemo.run_locally(config)
-    job = nemo.submit(config)
+    cluster.upload({name: text for name, text in texts.items() if name.endswith(".sh")}, submission(sys.argv))
+    if config.cluster.is_one_machine:
+        cluster.save_job(job)
+        return run_here(config, job)
+    if on_slurm:
+        job = nemo.submit(config)
+    else:
+        submit(config, job)
     cluster.save_job(job)
     echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
     return 0
@@ -89,7 +89,7 @@ def _launch(config: RunConfig, texts: Mapping[str, str], executor: str) -> int:
 
 @app.command("status")
 def _status(run: RunFile, overrides: _Overrides = None) -> None:
-    """Print Slurm's status of the newest job of the run's output folder.
+    """Print the status of the newest job of the run's output folder.
 
     [dim]tepo launch status OUT/resolved.yaml[/]
     """

@@ -168,7 +168,9 @@ def _launcher() -> Finding:
 
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
-        return Finding("missing", "no sbatch here", "--dry-run needs none; or set cluster.ssh to a login node")
+        return Finding(
+            "missing", "no sbatch here", "--dry-run needs none; or set cluster.ssh to a login node, or another cluster.executor"
+        )
     done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=30, check=False)
     return Finding("ok" if done.returncode == 0 else "warn", " ".join((done.stdout or done.stderr).split()))
 

@@ -1,17 +1,95 @@
-"""``cluster``: nodes, GPUs, and Slurm's options."""
+"""``cluster``: nodes, GPUs, and what submits to them."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
+ExecutorName = Literal["slurm", "local", "docker", "skypilot", "dgxcloud", "lepton", "kubernetes"]
+_ONLY_SLURM = ("account", "partition", "time_limit", "max_requeues", "sbatch", "ssh", "ssh_identity", "spare_nodes")
+
+
+class SkypilotConfig(Section):
+    """``cluster.mounts`` are bucket:target."""
+
+    infra: str
+    """``aws/us-east-1``, ``k8s/CONTEXT``, … (``sky launch --infra``)."""
+
+    gpus: str | None = None
+    """SkyPilot's name of the GPU, such as ``H100``."""
+
+    idle_minutes: NonNegativeInt = 10
+    """Machines are given up so long after the job."""
+
+
+class DgxCloudConfig(Section):
+    """Run:ai. ``cluster.mounts`` are claim:target. The secret is the variable DGXCLOUD_CLIENT_SECRET."""
+
+    base_url: str
+    """Of the API, such as ``https://NAME.run.ai/api/v1``."""
+
+    kube_apiserver_url: str
+    """Of the cluster."""
+
+    client_id: str
+    """Of the application."""
+
+    project: str
+    """Charged project."""
+
+
+class LeptonConfig(Section):
+    """``cluster.mounts`` are path:target, on ``storage``."""
+
+    node_group: str
+    """Where to run."""
+
+    resource_shape: str
+    """Of a node, such as ``gpu.8xh100-80gb``."""
+
+    storage: str
+    """Of the node group, such as ``node-nfs:lepton-shared-fs``."""
+
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names."""
+
+
+class KubernetesConfig(Section):
+    """A TrainJob of Kubeflow Trainer 2. ``cluster.mounts`` are claim:target."""
+
+    namespace: str = "default"
+    """Of the job and its claims."""
+
+    runtime: str = "torch-distributed"
+    """ClusterTrainingRuntime."""
+
+    resources: dict[str, str] = Field(default_factory=dict)
+    """Of a pod, besides its GPUs, such as ``rdma/ib``."""
+
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Of the TrainJob, such as a queue's."""
+
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names."""
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "skypilot": SkypilotConfig,
+    "dgxcloud": DgxCloudConfig,
+    "lepton": LeptonConfig,
+    "kubernetes": KubernetesConfig,
+}
 
 
 class ClusterConfig(Section):
     """For ``tepo plan`` and ``tepo launch``; ``tepo train`` ignores it."""
+
+    executor: ExecutorName = "slurm"
+    """NeMo-Run's executor: where ``tepo launch`` runs the job."""
 
     train_nodes: PositiveInt = 1
     """Nodes for training. If several, engine.parallel fills all their GPUs."""
@@ -98,13 +176,13 @@ class ClusterConfig(Section):
     """Use this private key for ``ssh``. Default: the agent's, or a password prompt."""
 
     container: str | None = None
-    """Trainer image (registry name or .sqsh file), for Slurm with pyxis. Default: ``python`` on nodes."""
+    """Trainer image (registry name, or .sqsh file for Slurm with pyxis). Default: ``python`` on nodes."""
 
     rollout_container: str | None = None
     """Image of the servers. Default: ``container``."""
 
     mounts: tuple[str, ...] = ()
-    """Further container folders, as source:target, besides output, model and data."""
+    """Container folders, as source:target, on Slurm and Docker besides output, model and data."""
 
     python: str = "python"
     """Trainer's interpreter on nodes or in ``container``, such as /shared/tepo/.venv/bin/python."""
@@ -114,3 +192,47 @@ class ClusterConfig(Section):
 
     setup: tuple[str, ...] = ()
     """Shell commands run first on nodes, such as ``module load cuda``."""
+
+    skypilot: SkypilotConfig | None = None
+    """For ``executor: skypilot``."""
+
+    dgxcloud: DgxCloudConfig | None = None
+    """For ``executor: dgxcloud``."""
+
+    lepton: LeptonConfig | None = None
+    """For ``executor: lepton``."""
+
+    kubernetes: KubernetesConfig | None = None
+    """For ``executor: kubernetes``."""
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Its job runs on this machine, in the foreground."""
+        return self.executor in ("local", "docker")
+
+    @property
+    def is_one_job(self) -> bool:
+        """All nodes start with one image and one script, and the launcher may not see their disk."""
+        return self.executor in _SECTIONS
+
+    def _faults(self) -> Iterator[str]:
+        name = f"executor = {self.executor}"
+        yield from self._idle(_ONLY_SLURM, "executor", "slurm")
+        for section, kind in _SECTIONS.items():
+            is_set, required = (
+                getattr(self, section) is not None,
+                [key for key, of in kind.model_fields.items() if of.is_required()],
+            )
+            if is_set and section != self.executor:
+                yield f"section {section} does nothing with {name}; set executor = {section}, or leave the section out"
+            if section == self.executor and required and not is_set:
+                yield f"{name} needs the section {section} with {', '.join(required)}; write it"
+        if self.executor == "local":
+            yield from self._idle(("container", "rollout_container", "mounts"), "executor", "docker")
+        elif self.executor != "slurm" and self.container is None:
+            yield f"{name} runs an image; name it in container"
+        if self.is_one_machine and (self.train_nodes > 1 or self.rollout_nodes > 1):
+            nodes = f"train_nodes = {self.train_nodes} and rollout_nodes = {self.rollout_nodes}"
+            yield f"{name} has one machine, and {nodes}; set them to 1 and to 0, or 1 for servers in a process of their own"
+        if self.is_one_job and self.rollout_container not in (None, self.container):
+            yield f"{name} gives all nodes one image; leave rollout_container out, and name rollout_python in it"

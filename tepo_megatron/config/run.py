@@ -180,6 +180,17 @@ def _cluster_faults(run: RunConfig) -> Iterator[str]:
         yield f"{spares} replace a node when the ranks start again, and train.max_restarts = 0; set it to 3"
     if run.cluster.spare_nodes and run.cluster.train_nodes == 1:
         yield f"{spares} cannot replace the first node, and cluster.train_nodes = 1; set cluster.spare_nodes to 0"
+    cluster, server, name = run.cluster, run.rollout.server, f"cluster.executor = {run.cluster.executor}"
+    if run.engine.platform == "cpu":
+        return
+    if cluster.skypilot is not None and cluster.skypilot.gpus is None:
+        yield f"{name} needs the name of the GPU; set cluster.skypilot.gpus, such as H100"
+    gpus = run.engine.parallel.world_size + server.tp * server.count
+    if cluster.is_one_machine and cluster.rollout_nodes and gpus > cluster.gpus_per_node:
+        yield (
+            f"{name} and cluster.gpus_per_node = {cluster.gpus_per_node}, but ranks and workers of servers need {gpus}; "
+            "make them fewer, or set cluster.rollout_nodes to 0 and rollout.server.placement to colocated"
+        )
 
 
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:

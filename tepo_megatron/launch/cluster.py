@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.launch import executors
 from tepo_megatron.launch.job import Job
 
 if TYPE_CHECKING:
@@ -30,9 +31,14 @@ class ClusterRun:
     tunnel: Tunnel
 
     def check(self) -> None:
-        """Raises ValueError for a missing file, image or checkpoint, or an output folder in use."""
-        self._check_files()
-        self._check_images()
+        """Raises ValueError for a missing file, image or checkpoint, an output folder in use, or what the executor lacks."""
+        if self.config.cluster.executor != "slurm":
+            executors.check_machine(self.config)
+        if self.config.cluster.is_one_job:
+            executors.check_paths(self.config)
+        else:
+            self._check_files()
+            self._check_images()
         self._check_output()
 
     def _run(self, command: str) -> Any:
@@ -105,7 +111,9 @@ class ClusterRun:
         texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
         launch, logs, servers = (shlex.quote(str(self.config.output / name)) for name in ("launch", "logs", "servers"))
         # the run's key is below servers
-        self.tunnel.run(f"mkdir -p {launch} {logs} && mkdir -p -m 700 {servers}", hide=True)
+        if not (made := self._run(f"mkdir -p {launch} {logs} && mkdir -p -m 700 {servers}")).ok:
+            why = " ".join(made.stderr.split())
+            raise ValueError(f"output = {self.config.output} cannot be made on {self._where} ({why}); give another folder")
         for name, text in texts.items():
             self._put(name, text)
 
@@ -133,7 +141,9 @@ class ClusterRun:
         return str(self._saved_job()["job"])
 
     def status(self, job: str) -> str:
-        """Returns Slurm's state, or UNKNOWN."""
+        """Returns the state in Slurm's or NeMo-Run's words, or UNKNOWN."""
+        if self.config.cluster.executor != "slurm":
+            return executors.status(job)
         for query in _QUERIES:
             answer = self._run(query.format(job=job))
             if answer.ok and answer.stdout.strip():
@@ -141,6 +151,9 @@ class ClusterRun:
         return "UNKNOWN"
 
     def cancel(self, job: str) -> None:
+        if self.config.cluster.executor != "slurm":
+            executors.cancel(job)
+            return
         answer = self._run(f"scancel {shlex.quote(job)}")
         if not answer.ok:
             raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")

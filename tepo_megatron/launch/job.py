@@ -9,9 +9,11 @@ from pathlib import Path, PurePosixPath
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
+from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.config.paths import absolute, is_relative, with_paths
 from tepo_megatron.runtime.hub import HUB, download_command
 
+_END = "END_OF_THE_FILE"
 _JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
 
@@ -42,6 +44,8 @@ def on_nodes(config: RunConfig) -> RunConfig:
     if not config.cluster.rollout_nodes:
         return config
     server = config.rollout.server.model_copy(update={"placement": "external", "registry": output / "servers"})
+    if config.cluster.is_one_machine and server.interface is None:
+        server = server.model_copy(update={"interface": "lo"})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
 
@@ -78,7 +82,11 @@ class Job:
         if not cluster.rollout_nodes:
             return [train]
         python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
-        values = {"nodes": cluster.rollout_nodes, "grace": math.ceil(self.config.train.grace_s)}
+        values: dict[str, str | int] = {
+            "nodes": cluster.rollout_nodes,
+            "grace": math.ceil(self.config.train.grace_s),
+            "ended": self._ended,
+        }
         values["workers"] = self.config.rollout.server.tp * self.config.rollout.server.count // cluster.rollout_nodes
         script = self._fill("serve.sh", python=python, **values)
         return [train, Role("serve", trainers, cluster.rollout_nodes, script, container)]
@@ -133,11 +141,25 @@ class Job:
                 "lower train.warning_s"
             )
 
+    def node_script(self, name: str, head: str, node: str) -> str:
+        """Runs any role, without Slurm. ``head`` and ``node`` are shell words: the first node's address, this node's number."""
+        files = {"run.yaml": dump_resolved(self.config), **{f"{role.name}.sh": role.script for role in self.roles}}
+        placed = "\n".join(f"place {file} <<'{_END}'\n{text.rstrip()}\n{_END}" for file, text in files.items())
+        text = self._fill("node.sh", job=name).replace("@head@", head).replace("@node@", node)
+        text = text.replace("@roles@", " ".join(f"{role.name}:{role.first_node}" for role in self.roles))
+        return text.replace("@files@", placed)
+
+    @property
+    def _ended(self) -> str:
+        """The file in which the trainer leaves its exit code; "closed" ends servers."""
+        return "trainer-ended" if self.config.cluster.executor == "slurm" else "closed"
+
     def _train_script(self) -> str:
         cluster = self.config.cluster
         ranks = self.config.engine.parallel.world_size // cluster.train_nodes
-        values = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "ranks": ranks}
+        values: dict[str, str | int] = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "ranks": ranks}
         values |= {"spares": cluster.spare_nodes, "restarts": self.config.train.max_restarts}
+        values["ended"] = self._ended
         text = self._fill("train.sh", python=cluster.python, **values)
         return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
 

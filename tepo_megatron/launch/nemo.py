@@ -1,4 +1,4 @@
-"""Submits and follows a job through NeMo-Run: one allocation, one ``srun`` per role; it ends with its first role."""
+"""Submits a job to Slurm through NeMo-Run: one allocation, one ``srun`` per role; it ends with its first role."""
 
 from __future__ import annotations
 
@@ -11,25 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import ClusterConfig, RunConfig
 from tepo_megatron.launch.cluster import ClusterRun
+from tepo_megatron.launch.executors import QUIET, TITLE
 from tepo_megatron.launch.job import Job, Role
 
 if TYPE_CHECKING:
     from nemo_run import SlurmExecutor
     from nemo_run.core.tunnel.client import Tunnel
 
-_TITLE = "tepo"
 _ROLE_POLL_INTERVAL_S = 5
 _OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """The step continues without a node that is gone, for ``train.max_restarts``."""
-
-
-_QUIET: dict[str, Any] = {
-    "log_level": "ERROR",
-    "clean_mode": True,
-    "enable_goodbye_message": False,
-    "skip_status_at_exit": True,
-    "serialize_metadata_for_scripts": False,
-}
 
 
 def _require_nemo_run() -> None:
@@ -75,24 +66,12 @@ def submit(config: RunConfig) -> str:
             shutil.rmtree(folder)
 
 
-def run_locally(config: RunConfig) -> int:
-    import nemo_run
-    from torchx.specs.api import AppState
-
-    script = nemo_run.Script(path=str(config.output / "launch" / "train.sh"), args=["127.0.0.1"])
-    folder = str(config.output / "launch" / "nemo")
-    with nemo_run.Experiment(_TITLE, executor=nemo_run.LocalExecutor(), base_dir=folder, **_QUIET) as experiment:
-        experiment.add(script, name="train", tail_logs=True)
-        experiment.run()
-    return 0 if experiment.jobs[0].state == AppState.SUCCEEDED else 1
-
-
 @contextmanager
 def _experiment(config: RunConfig, folder: Path) -> Iterator[Any]:
     import nemo_run
 
     every, launch = Job(config).roles, config.output / "launch"
-    with nemo_run.Experiment(_TITLE, base_dir=str(folder), **_QUIET) as experiment:
+    with nemo_run.Experiment(TITLE, base_dir=str(folder), **QUIET) as experiment:
         experiment.add(
             [nemo_run.Script(path=str(launch / f"{role.name}.sh"), args=list(role.arguments)) for role in every],
             executor=[_executor(config, role) for role in every],
@@ -119,7 +98,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
     return nemo_run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,
-        job_name_prefix=f"{_TITLE}-",
+        job_name_prefix=f"{TITLE}-",
         time=cluster.time_limit,
         nodes=cluster.train_nodes + cluster.spare_nodes + cluster.rollout_nodes,
         ntasks_per_node=1,
@@ -135,7 +114,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
             **({"no-kill": True} if cluster.spare_nodes else {}),
             **options,
         },
-        job_details=JobLogs(job_name=f"{_TITLE}-{config.output.name}", folder=str(config.output / "logs"), role=role.name),
+        job_details=JobLogs(job_name=f"{TITLE}-{config.output.name}", folder=str(config.output / "logs"), role=role.name),
         tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
         packager=nemo_run.Packager(),
         setup_lines=f"{head_address}\n{Job(config).batch_lines}",

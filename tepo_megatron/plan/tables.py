@@ -46,7 +46,7 @@ def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list
 
 def _unset(config: RunConfig) -> Iterator[str]:
     cluster, data = config.cluster, config.data
-    if cluster.train_nodes + cluster.rollout_nodes > 1:
+    if cluster.executor == "slurm" and cluster.train_nodes + cluster.rollout_nodes > 1:
         for name in ("account", "partition"):
             if getattr(cluster, name) is None:
                 yield f"cluster.{name}: Slurm's default"
@@ -56,7 +56,12 @@ def _unset(config: RunConfig) -> Iterator[str]:
     files = [(name, image) for name, image in images.items() if image is not None and image.startswith("/")]
     paths = [*files, ("model.path", config.model.path), *(("data.train", source.path) for source in data.train_sources)]
     for name, path in [*paths, *(("data.heldout", source.path) for source in data.heldout_sources)]:
-        if cluster.ssh is None and not path.startswith((BUILTIN, HUB)) and not Path(path).expanduser().exists():
+        if (
+            cluster.ssh is None
+            and not cluster.is_one_job
+            and not path.startswith((BUILTIN, HUB))
+            and not Path(path).expanduser().exists()
+        ):
             yield f"{name}: {path} is not on this machine; every node must see it"
 
 

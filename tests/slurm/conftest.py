@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launcher import launcher, set_up
 from tests.support.programs import TIMEOUT_S
-
-ROOT = Path(__file__).parents[2]
 
 CONF = """\
 ClusterName=tepo-test
@@ -75,18 +74,9 @@ class Cluster:
         self.repeat("squeue", "--noheader", until=lambda done: done.returncode == 0 and not done.stdout.strip())
 
 
-def set_up(script: str) -> None:
-    command = ["bash", str(ROOT / "scripts" / script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        pytest.skip(f"{script}: {done.stderr.strip().splitlines()[-1]}")
-
-
 @pytest.fixture(scope="session")
 def tepo() -> str:
-    """The ``tepo`` of an environment with NeMo-Run and without torch."""
-    set_up("setup_launch.sh")
-    return str(ROOT / ".venv-launch" / "bin" / "tepo")
+    return str(launcher() / "tepo")
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs once on each training node; $1 is the address of the first. Written by: tepo launch
+# Runs once on each training node; $1 is the address of the first. Without Slurm $2 is the node, $3 the job. Written by: tepo launch
 set -euo pipefail
 trap '' USR1 # Slurm's warning is for the ranks, which handle it; all else on the node inherits that it is ignored
 trap : TERM  # Slurm sends it to all processes of the job; this one waits for the ranks, which save
@@ -7,8 +7,8 @@ out=@output@
 python=@python@
 interface=@interface@
 nodes=@nodes@
-job=${SLURM_JOB_ID:-local}.${SLURM_RESTART_COUNT:-0}
-node=${SLURM_NODEID:-0}
+job=${3:-${SLURM_JOB_ID:-local}}.${SLURM_RESTART_COUNT:-0}
+node=${2:-${SLURM_NODEID:-0}}
 @setup@
 ranks=@ranks@
 # shellcheck disable=SC2034  # processors.sh reads them
@@ -53,6 +53,6 @@ code=0
   -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" "${again[@]}" || code=$?
 if [[ $node == 0 ]]; then
   mkdir -p "$out/servers/$job"
-  touch "$out/servers/$job/trainer-ended"
+  echo "$code" >"$out/servers/$job/@ended@"
 fi
 exit "$code"

@@ -27,6 +27,8 @@ from tepo_megatron.sampler.vllm.server import is_healthy, is_usable, make_server
 
 _KEY = "key"
 _FAILED = "failed"
+_CLOSED = "closed"
+"""Written when the trainer has ended: servers end too, where no Slurm does it."""
 _POLL_INTERVAL_S = 0.5
 _WATCH_INTERVAL_S = 1.0
 
@@ -210,7 +212,7 @@ def _is_healthy(registration: _Registration) -> bool:
 
 
 def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
-    """Runs a node's share of the servers until interrupted, and replaces dead and retired ones.
+    """Runs a node's share of the servers until interrupted or the trainer ends, and replaces dead and retired ones.
 
     Raises ValueError if nodes cannot have equal shares, RuntimeError if a server does not start or dies too often.
     """
@@ -250,7 +252,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
     entries, lives = [RegistryEntry(registry, index) for index in share], [""] * len(servers)
     restarts, gone = 0, list(range(len(servers)))
     try:
-        while True:
+        while not (registry / _CLOSED).exists():
             for slot in gone:
                 servers[slot].stop()
             taken = {one.port for one in servers if one.alive}

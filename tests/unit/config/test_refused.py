@@ -51,6 +51,41 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("reward.failed_reward=.nan", "reward.failed_reward: got NaN"),
         (["cluster.spare_nodes=1", "cluster.train_nodes=2"], "spare_nodes = 1 replace a node when the ranks start again"),
         (["cluster.spare_nodes=1", "train.max_restarts=3"], "spare_nodes = 1 cannot replace the first node"),
+        (
+            ["cluster.executor=docker", "cluster.partition=h100"],
+            "cluster: partition = h100 does nothing with executor = docker",
+        ),
+        (
+            ["cluster.executor=kubernetes", "cluster.container=a", "cluster.max_requeues=0"],
+            "max_requeues = 0 does nothing with",
+        ),
+        (
+            ["cluster.executor=local", "cluster.container=a"],
+            "container = a does nothing with executor = local; set executor = docker",
+        ),
+        ("cluster.kubernetes={}", "section kubernetes does nothing with executor = slurm; set executor = kubernetes, or leave"),
+        (
+            ["cluster.executor=lepton", "cluster.container=a"],
+            "needs the section lepton with node_group, resource_shape, storage",
+        ),
+        ("cluster.executor=docker", "executor = docker runs an image; name it in container"),
+        (
+            ["cluster.executor=local", "cluster.rollout_nodes=2"],
+            "one machine, and train_nodes = 1 and rollout_nodes = 2; set them",
+        ),
+        (
+            ["cluster.executor=kubernetes", "cluster.container=a", "cluster.rollout_container=b"],
+            "executor = kubernetes gives all nodes one image; leave rollout_container out, and name rollout_python in it",
+        ),
+        (
+            ["cluster.executor=skypilot", "cluster.container=a", "cluster.skypilot.infra=aws"],
+            "cluster.executor = skypilot needs the name of the GPU; set cluster.skypilot.gpus",
+        ),
+        (
+            ["cluster.executor=local", "cluster.rollout_nodes=1", "cluster.gpus_per_node=1"],
+            "cluster.executor = local and cluster.gpus_per_node = 1, but ranks and workers of servers need 2; make them fewer",
+        ),
+        ("cluster.executor=k8s", 'cluster.executor: got "k8s"; allowed: "slurm", "local", "docker", "skypilot"'),
         ("engine.noise_every=0", "kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none"),
         ("objective.kl={}", "objective.kl = {} does not say what it switches on"),
         ("objective.mismatch={}", "objective.mismatch = {} does not say what it switches on"),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -157,6 +158,17 @@ def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, 
         serve_node(config, model_dir=Path("model"), node=0, nodes=1)
     with pytest.raises(RuntimeError, match="too little memory"):
         wait(started(external_server(tmp_path)))
+
+
+def test_servers_end_when_the_trainer_has_closed_their_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MagicMock(alive=True, url="http://127.0.0.1:1", port=1)
+    monkeypatch.setattr(external, "make_servers", lambda *_, **__: [server])
+    monkeypatch.setattr(external, "_WATCH_INTERVAL_S", 0.01)
+    section = {"placement": "external", "registry": str(tmp_path), "interface": "lo"}
+    config = RunConfig.model_validate({"rollout": {"server": section}, "output": str(tmp_path)})
+    server.wait_ready.side_effect = lambda: (tmp_path / "closed").write_text("0\n")
+    serve_node(config, model_dir=Path("model"), node=0, nodes=1)
+    assert server.stop.call_count == 2  # before it starts, and at the end
 
 
 HOLDER = """

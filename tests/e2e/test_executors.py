@@ -1,0 +1,130 @@
+"""`cluster.executor`: what NeMo-Run would send to each service, and runs on this machine."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.runtime.preemption import PREEMPTED
+from tests.support.launcher import launcher
+from tests.support.processes import eventually, family
+from tests.support.programs import TIMEOUT_S
+from tests.support.submissions import JOB
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "submissions"
+RUN = [
+    *("engine.platform=cuda", "engine.parallel.tp=2", "output=/shared/out", "rollout.server.count=2"),
+    *("cluster.rollout_nodes=1", "cluster.container=registry/tepo:1"),
+]
+SETTINGS = {
+    "docker": ["cluster.mounts=['/data:/data:ro']"],
+    "skypilot": ["cluster.mounts=['s3://bucket/rl:/shared']", "cluster.skypilot={infra: aws/us-east-1, gpus: H100}"],
+    "dgxcloud": [
+        "cluster.mounts=['claim:/shared']",
+        "cluster.dgxcloud={base_url: https://a.run.ai/api/v1, kube_apiserver_url: https://k, client_id: app, project: rl}",
+    ],
+    "lepton": [
+        "cluster.mounts=['/rl:/shared']",
+        "cluster.lepton={node_group: h100, resource_shape: gpu.8xh100-80gb, storage: 'node-nfs:lepton-shared-fs'}",
+    ],
+    "kubernetes": [
+        "cluster.mounts=['claim:/shared']",
+        "cluster.kubernetes={labels: {kueue.x-k8s.io/queue-name: rl}, resources: {rdma/ib: '8'}}",
+    ],
+}
+TINY = [
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.every=0", "train.steps=2"),
+    *("engine.platform=cpu", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "cluster.rollout_nodes=1"),
+    *("rollout.server.max_num_seqs=16", "rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),
+    *(f"cluster.python={sys.executable}", f"cluster.setup=['export PYTHONPATH={ROOT}']"),
+]
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return str(launcher() / "python")
+
+
+def submission(python: str, name: str, *overrides: str) -> dict[str, Any]:
+    command = [python, "-m", "tests.support.submissions", name, *RUN, *SETTINGS[name], *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DGXCLOUD_CLIENT_SECRET": "a secret"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_service_gets_what_the_golden_file_says(python: str, name: str) -> None:
+    """To renew one, remove it and run the test twice."""
+    result, golden = submission(python, name), GOLDEN / f"{name}.json"
+    job = result["scripts"].pop(f"tepo-{JOB}.sh", "")
+    assert ("place train.sh" in job) == (name != "docker")
+    if not golden.exists():
+        golden.write_text(json.dumps(result, indent=2) + "\n")
+        pytest.fail(f"wrote {golden}; look at it")
+    assert result == json.loads(golden.read_text())
+
+
+def test_ctrl_c_lets_a_job_of_this_machine_save(python: str, tmp_path: Path) -> None:
+    out, tepo = tmp_path / "out", str(Path(python).parent / "tepo")
+    words = ("--executor", "local", str(ROOT / "examples" / "tiny" / "run.yaml"), f"output={out}", *TINY, "train.steps=1000")
+    environment = {**os.environ, "NEMORUN_HOME": str(tmp_path / "nemo")}
+    process = subprocess.Popen([tepo, "launch", *words], env=environment, stdout=subprocess.DEVNULL)
+    metrics = out / "metrics.jsonl"
+    try:
+        assert eventually(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == PREEMPTED
+    finally:
+        for member in family(process.pid) if process.poll() is None else ():
+            member.kill()
+    assert list(out.glob("checkpoints/step_*/state.json"))
+
+
+def this_machine_as_image() -> list[str]:
+    """An empty image, in which this machine's programs are mounted."""
+    empty = io.BytesIO()
+    tarfile.open(fileobj=empty, mode="w").close()
+    command = ["docker", "import", "-", "tepo-test:empty"]
+    try:
+        done = subprocess.run(command, input=empty.getvalue(), capture_output=True, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        pytest.skip("no docker here")
+    if done.returncode:
+        pytest.skip(f"docker: {done.stderr.decode().strip()}")
+    folders = {"/usr", "/bin", "/lib", "/lib64", "/etc", sys.prefix, sys.base_prefix, str(ROOT)}
+    mounts = [f"{folder}:{folder}:ro" for folder in sorted(folders) if Path(folder).exists()]
+    return ["cluster.container=tepo-test:empty", f"cluster.mounts={mounts}"]
+
+
+@pytest.mark.parametrize("name", ["local", "docker"])
+def test_a_trainer_and_its_servers_run_on_this_machine(python: str, name: str, tmp_path: Path) -> None:
+    out, image = tmp_path / "out", this_machine_as_image() if name == "docker" else []
+    tepo, environment = str(Path(python).parent / "tepo"), {**os.environ, "NEMORUN_HOME": str(tmp_path / "nemo")}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [tepo, "launch", *words], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    launch = ("--executor", name, str(ROOT / "examples" / "tiny" / "run.yaml"), f"output={out}", *TINY, *image)
+    assert "step 2/2" in run(*launch)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["weights_version/max"] for row in rows[1:]] == [0, 1]
+    job = json.loads((out / "launch" / "job.json").read_text())["job"]
+    for role in ("train", "serve"):
+        assert (out / "logs" / f"{role}-{job}.0-node0.log").exists()
+    assert run("status", str(out / "resolved.yaml")) == f"job {job}: SUCCEEDED\n"
+    assert "step 2/2" in run("logs", str(out / "resolved.yaml"), "--lines", "100")

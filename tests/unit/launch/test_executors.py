@@ -1,0 +1,164 @@
+"""`cluster.executor`: every executor's nodes do what Slurm's do, and what one lacks is a sentence before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.launch import executors
+from tepo_megatron.launch.executors import _arguments, check_machine, check_paths, write_scripts
+from tepo_megatron.launch.job import Job, on_nodes
+from tests.support.shell import write_script
+
+JOB = "0123456789"
+IMAGE = "cluster.container=registry/tepo:1"
+SETTINGS = {
+    "local": [],
+    "docker": [IMAGE],
+    "skypilot": [IMAGE, "cluster.skypilot={infra: k8s/a}"],
+    "dgxcloud": [IMAGE, "cluster.dgxcloud={base_url: b, kube_apiserver_url: k, client_id: c, project: p}"],
+    "lepton": [IMAGE, "cluster.lepton={node_group: g, resource_shape: r, storage: s}"],
+    "kubernetes": [IMAGE, "cluster.mounts=['claim:/']"],
+}
+PLACES = {
+    "local": {},
+    "docker": {},
+    "skypilot": {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "{}"},
+    "dgxcloud": {"MASTER_ADDR": "10.0.0.7", "RANK": "{}", "WORLD_SIZE": "3"},
+    "lepton": {"MASTER_ADDR": "10.0.0.7", "NODE_RANK": "{}"},
+    "kubernetes": {"PET_MASTER_ADDR": "10.0.0.7", "PET_NODE_RANK": "{}", "PET_NNODES": "3"},
+}
+
+
+def config_of(name: str, *overrides: str) -> RunConfig:
+    platform = [] if any("platform" in one for one in overrides) else ["engine.platform=cpu"]
+    settings = SETTINGS.get(name, [])
+    return on_nodes(load_run(None, [f"cluster.executor={name}", "cluster.rollout_nodes=1", *platform, *settings, *overrides]))
+
+
+def started(script: str, *arguments: str, **environment: str) -> list[str]:
+    """What a python that only prints is started with: its arguments, and what of the environment concerns ranks."""
+    done = subprocess.run(
+        ["bash", "-c", script, "job.sh", *arguments],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if not line.startswith(("PATH=", "SLURM_"))]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_node_starts_what_slurms_does(tmp_path: Path, name: str, node: int) -> None:
+    one_machine = name in ("local", "docker")
+    nodes = 1 if one_machine else 2
+    if node > nodes:
+        return
+    shown = 'printf "%s\\n" "$@"; env | grep -E "^(RANK|WORLD|NODE_|PET|MASTER|GLOO|NCCL|OMP|PYTORCH)" | sort'
+    python = write_script(tmp_path / "python", f"case $2 in *.record) ;; *) {shown} ;; esac")
+    settings = [f"output={tmp_path}", f"cluster.python={python}", f"cluster.train_nodes={nodes}", f"engine.parallel.dp={nodes}"]
+    settings += ["rollout.server.interface=lo"] if one_machine else []
+    environment = {key: value.format(node) for key, value in PLACES[name].items()}
+    script = write_scripts(config_of(name, *settings), JOB)["job.sh"]
+    result = started(script, *([str(node)] if one_machine else []), **environment)
+
+    slurm = on_nodes(load_run(None, ["engine.platform=cpu", "cluster.rollout_nodes=1", *settings]))
+    role = Job(slurm).roles[node >= nodes]
+    head = "127.0.0.1" if one_machine else "10.0.0.7"
+    expected = started(role.script, head, SLURM_JOB_ID="20000", SLURM_NODEID=str(node - role.first_node))
+    assert [line.replace(JOB, "20000") for line in result] == expected
+    assert expected
+    log = tmp_path / "logs" / f"{role.name}-{JOB}.0-node{node - role.first_node}.log"
+    assert log.read_text().splitlines() == result
+
+
+def test_all_nodes_of_a_job_end_with_the_trainers_exit_code(tmp_path: Path) -> None:
+    python = write_script(tmp_path / "python", "case $2 in *.torchrun) exit 75 ;; esac")
+    script = write_scripts(config_of("local", f"output={tmp_path}", f"cluster.python={python}"), JOB)["job.sh"]
+    for node in ("0", "1"):
+        done = subprocess.run(["bash", "-c", script, "job.sh", node], env={"PATH": "/usr/bin:/bin"}, check=False)
+        assert done.returncode == 75
+    assert (tmp_path / "servers" / f"{JOB}.0" / "closed").read_text() == "75\n"
+
+
+def test_roles_of_one_machine_have_gpus_of_their_own() -> None:
+    settings = ["engine.platform=cuda", "engine.parallel.tp=4", "rollout.server.tp=2", "rollout.server.count=2"]
+    for name in ("local", "docker"):
+        arguments = _arguments(config_of(name, *settings), JOB)
+        assert [arguments[role]["env_vars"]["CUDA_VISIBLE_DEVICES"] for role in ("train", "serve")] == ["0,1,2,3", "4,5,6,7"]
+    alone = config_of("local", *settings, "cluster.rollout_nodes=0")
+    assert _arguments(alone, JOB) == {"train": {"env_vars": {}}}
+
+
+@pytest.mark.parametrize(
+    ("mounts", "message"),
+    [
+        ([], "is on no disk that the nodes have with cluster.executor = kubernetes; add cluster.mounts"),
+        (["claim:/shared"], "/data is on no disk that the nodes have"),
+        (["/shared"], "'/shared' is no source:target with an absolute target"),
+        (["claim:/shared", "data:/data"], ""),
+    ],
+)
+def test_paths_that_are_in_no_mount_are_refused(mounts: list[str], message: str) -> None:
+    config = config_of("kubernetes", "output=/shared/out", "data.train=/data/train.jsonl", f"cluster.mounts={mounts}")
+    if not message:
+        check_paths(config)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_paths(config)
+
+
+def _fails(*_: Any) -> Any:
+    raise OSError("nothing\nthere")
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "message"),
+    [
+        ("skypilot", (), r"needs the package sky; run .venv-launch/bin/pip install 'nemo-run\[skypilot\]'"),
+        ("skypilot", ("sky",), "needs git on this machine; install it"),
+        ("skypilot", ("sky", "git"), "needs to start in a git repository"),
+        ("kubernetes", (), r"needs the package kubernetes; run .*'nemo-run\[kubeflow\]'"),
+        ("kubernetes", ("kubernetes",), "needs kubectl on this machine"),
+        ("kubernetes", ("kubernetes", "kubectl"), r"needs a kubeconfig \(nothing there\); set KUBECONFIG"),
+        ("dgxcloud", ("nemo_run",), "needs the application's secret in the environment; export DGXCLOUD_CLIENT_SECRET"),
+        ("lepton", ("nemo_run",), r"needs a login \(nothing there\); run .venv-launch/bin/lep login"),
+        ("docker", ("nemo_run",), r"needs a Docker daemon that answers \(nothing there\); start it, or set DOCKER_HOST"),
+    ],
+)
+def test_what_an_executor_lacks_is_one_sentence(
+    name: str, has: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DGXCLOUD_CLIENT_SECRET", raising=False)
+    monkeypatch.setattr(executors, "find_spec", lambda package: find_spec("sys") if package in has else None)
+    monkeypatch.setattr("shutil.which", lambda program: program if program in has else None)
+    logins = {login: (what, remedy, _fails) for login, (what, remedy, _) in executors._LOGINS.items()}
+    monkeypatch.setattr(executors, "_LOGINS", logins)
+    with pytest.raises(ValueError, match=f"^cluster.executor = {name} {message}") as caught:
+        check_machine(config_of(name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_job_of_another_machine_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    nemo_run: Any = ModuleType("nemo_run")
+    nemo_run.Experiment = ModuleType("Experiment")
+    nemo_run.Experiment.from_id = _unknown
+    monkeypatch.setitem(sys.modules, "nemo_run", nemo_run)
+    for ask in (executors.status, executors.cancel):
+        with pytest.raises(ValueError, match=f"job {JOB} was submitted by another user or machine; ask there"):
+            ask(JOB)
+
+
+def _unknown(_: str) -> None:
+    raise AssertionError("Experiment not found")
