@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# TEPO on Llama-3.3-70B-Instruct: looks at this machine, plans the run on paper, and submits it to Slurm through NeMo-Run.
+# TEPO on Llama-3.3-70B-Instruct: looks at this machine, plans the run on paper, and submits it through NeMo-Run, to Slurm if not told otherwise.
 #
-#   bash scripts/run_tepo_70b.sh --dry-run                        print the plan and all that Slurm would get; needs no GPU and no Slurm
+#   bash scripts/run_tepo_70b.sh --dry-run                        print the plan and all that would be submitted; needs no GPU and no Slurm
 #   bash scripts/run_tepo_70b.sh                                  submit
 #   bash scripts/run_tepo_70b.sh --resume                         submit again, from the newest checkpoint of OUT
 #   bash scripts/run_tepo_70b.sh train.steps=50 optimizer.lr=5e-7 dotted overrides come last and win
-#   RUN=examples/qwen2.5-7b/run.yaml bash scripts/run_tepo_70b.sh --executor local   the training node is this machine
+#   bash scripts/run_tepo_70b.sh --executor kubernetes cluster.mounts=[CLAIM:/shared]   or local, docker, skypilot, dgxcloud, lepton
 #
-# The first call sets up .venv-launch (half a minute). docs/guides/cluster.md has the rest: containers, logs, sites without a network.
+# The first call sets up .venv-launch (half a minute). docs/guides/cluster.md has the rest: what each executor needs, containers, logs.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -34,10 +34,10 @@ while [[ $# -gt 0 ]]; do
   case $1 in
     --dry-run) options+=("$1") dry_run=yes ;;
     --resume) options+=("$1") ;;
-    --executor=*) options+=("$1") ;;
+    --executor=*) overrides+=("cluster.${1#--}") ;;
     --executor)
-      [[ $# -gt 1 ]] || { echo "error: --executor needs slurm or local" >&2 && exit 2; }
-      options+=("$1" "$2")
+      [[ $# -gt 1 ]] || { echo "error: --executor needs a name, such as slurm or local" >&2 && exit 2; }
+      overrides+=("cluster.executor=$2")
       shift
       ;;
     -h | --help) sed -n '2,/^set -euo/{/^set/!s/^# \{0,1\}//p}' "$0" && exit 0 ;;

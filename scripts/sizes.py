@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 51_485,
-    "tests, lines": 42_502,
+    "tests, lines": 42_504,
     "docs and docstrings, words": 108_313,
     "public classes and functions": 865,
     "modules": 270,

@@ -353,9 +353,9 @@ def test_the_70b_script_and_the_plan_end_with_what_is_not_set_yet(tmp_path: Path
     write_script(tmp_path / ".venv-launch" / "bin" / "tepo", plan)
     environment = {**os.environ, "RUN": str(ROOT / "examples/llama3.3-70b/run.yaml")}
 
-    def ends(**given: str) -> tuple[list[str], str]:
+    def ends(*arguments: str, **given: str) -> tuple[list[str], str]:
         done = subprocess.run(
-            ["bash", script, "--dry-run"],
+            ["bash", script, "--dry-run", *arguments],
             env=environment | given,
             capture_output=True,
             text=True,
@@ -369,6 +369,8 @@ def test_the_70b_script_and_the_plan_end_with_what_is_not_set_yet(tmp_path: Path
     names, last = ends()
     assert names == ["cluster.account", "cluster.partition", "cluster.container, or cluster.python", *PATHS]
     assert "at the head of scripts/run_tepo_70b.sh" in last
+    for executor in (["--executor", "kubernetes"], ["--executor=kubernetes"]):
+        assert ends(*executor, "cluster.mounts=['claim:/shared']", CONTAINER="c") == ([], "")
     (tmp_path / "data").touch()
     given = {"MODEL": str(ROOT / "tests"), "TRAIN_DATA": str(tmp_path / "data"), "HELDOUT_DATA": str(tmp_path / "data")}
     assert ends(ACCOUNT="a", PARTITION="p", CONTAINER="c")[0] == PATHS
