@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 51_485,
     "tests, lines": 42_504,
-    "docs and docstrings, words": 108_313,
+    "docs and docstrings, words": 108_667,
     "public classes and functions": 865,
     "modules": 270,
     "modules below 60 lines": 40,
