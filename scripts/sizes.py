@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 51_485,
+    "package, lines": 51_480,
     "tests, lines": 42_504,
-    "docs and docstrings, words": 108_667,
-    "public classes and functions": 865,
+    "docs and docstrings, words": 108_649,
+    "public classes and functions": 863,
     "modules": 270,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
