@@ -55,17 +55,17 @@ class CrossEntropy:
         return ObjectiveOutput(-(scores.logprob * batch.loss_mask_T).sum(), context.denominator)
 
 
-def random_model(folder: Path, seed: int, task: str) -> None:
+def random_model(folder: Path, seed: int, task: str, *, hidden: int = 128, layers: int = 4) -> None:
     """The architecture, with random weights and the tokenizer of the task."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=256,  # a long sum has 180 tokens at most
@@ -98,13 +98,15 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.1, help="fraction of the solutions with a slip")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
 
     from tepo_megatron.trainer.megatron.engine import Engine  # imports Megatron
 
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder)
-        random_model(start, args.seed, args.task)
+        random_model(start, args.seed, args.task, hidden=args.hidden, layers=args.layers)
         tokenizer = load_tokenizer(start)
         config = RunConfig(
             engine=EngineConfig(micro_batch_tokens=8192),

@@ -104,6 +104,9 @@ class SourceConfig(_InheritingConfig):
     verifier_weights: dict[str, float] | None = None
     """As ``reward.weights``, for ``verifier``."""
 
+    teacher: str | None = None
+    """Names the teacher of its responses (``teachers``). null: the only one."""
+
     filter: _Filters | None = None
     """As ``data.filter``; null: the same for training problems."""
 

@@ -1,5 +1,7 @@
 """``engine`` and ``model``."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,6 +52,12 @@ class ParallelConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def even(self) -> ParallelConfig:
+        """For a model of another depth: every stage has as many layers."""
+        stages = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        return self.model_copy(update=dict.fromkeys(stages))
 
     @property
     def micro_batch_group(self) -> int:

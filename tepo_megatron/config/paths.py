@@ -14,8 +14,9 @@ from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.runtime.hub import HUB
 
 _PATHS = re.compile(
-    r"output|model\.(path|shards|lora\.path)|data\.(train|heldout)(\[\d+\]\.path)?|evaluate\.sets\.[^.]+\.path"
-    r"|environment\.(agent\.)?key_file|rollout\.(replay|server\.registry|server\.speculative\.draft_model)|cluster\.ssh_identity"
+    r"output|model\.(path|shards|lora\.path)|data\.(train|heldout)(\[\d+\]\.path)?|(evaluate\.sets|teachers)\.[^.]+\.path"
+    r"|environment\.(agent\.)?key_file|rollout\.replay|(rollout|teachers\.[^.]+)\.server\.(registry|speculative\.draft_model)"
+    r"|cluster\.ssh_identity"
 )
 _CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
 _TEXTS = ("kwargs", "verifier_kwargs", "template", "system_prompt", "stop", "bad_words", "extra_args")
@@ -45,7 +46,7 @@ def with_paths(values: Any, change: _Change, name: str = "") -> Any:
 
 
 def _inner(part: Any, above: str, key: str, change: _Change) -> Any:
-    if key in _TEXTS and above != "evaluate.sets":
+    if key in _TEXTS and above not in ("evaluate.sets", "teachers"):  # whose keys are names
         return part
     return with_paths(part, change, f"{above}.{key}" if above else key)
 

@@ -18,6 +18,7 @@ from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
+from tepo_megatron.config.teachers import TeacherConfig, teacher_faults
 from tepo_megatron.config.train import LogConfig, OptimizerConfig, TrainConfig
 
 _MAX_SERVED_RANK = 512  # vLLM 0.32's limit
@@ -43,6 +44,9 @@ class RunConfig(Section):
     """Default: none; responses are one turn, scored by ``reward.verifier``."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Frozen models by name. A source of ``data.train`` names its own if there are several."""
+
     engine: EngineConfig = EngineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -127,6 +131,7 @@ class RunConfig(Section):
         yield from _cluster_faults(self)
         yield from _optimizer_faults(self)
         yield from _objective_faults(self)
+        yield from teacher_faults(self.teachers, self.objective, self.data, self.rollout.sampling)
         yield from _evaluation_faults(self)
         yield from _reward_faults(self)
         yield from _rollout_faults(self)
@@ -252,6 +257,7 @@ _METRICS = """
     canary/cache_gap|drift|max_logprob_gap|mean_logprob_gap|p90_logprob_gap|read_back
     canary/rollouts_max_gap|rollouts_mean_gap|rollouts_worst_group
     clip/bound_high|bound_low|high|low|share|share_q1|share_q2|share_q3|share_q4
+    distill/agreement|divergence|divergence_q1|divergence_q2|divergence_q3|divergence_q4
     entropy/delta|delta_masked|delta_unmasked|mean|noise/p50|noise/p90|noise/p99
     environment/new_histories|restarts|seconds|tokens|tool_errors|turns ess grad_norm
     groups/carried|carried_in|drawn|dropped|filtered|kept|zero_variance idle/servers|trainer kl/masked|mean|reference log/failed
@@ -281,7 +287,9 @@ _AFTER_UPDATES = (
     "time/",
     "tokens/s",
 )
-_NUMBERED = re.compile(r"source/.+/(reward|share)|groups/filtered/.+|clip/share_u\d+|moe/layer_\d+/.+|staleness/kl_\d+")
+_NUMBERED = re.compile(
+    r"source/.+/(divergence|reward|share)|groups/filtered/.+|clip/share_u\d+|moe/layer_\d+/.+|staleness/kl_\d+"
+)
 
 
 def _evaluated(run: RunConfig) -> set[str]:

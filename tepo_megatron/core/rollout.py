@@ -123,6 +123,8 @@ class Rollout(_Sampled):
     text: str
     reward: float | None
     reward_parts: Mapping[str, float]
+    teacher_logprobs: Logprobs | None
+    """Of a served teacher, by response token."""
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class Rollout(_Sampled):
         routed_experts: Routes | None = None,
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
+        teacher_logprobs: ArrayLike | None = None,
     ) -> None:
         """Makes arrays of the right dtype read-only, without copy."""
         self._fill(locals())
@@ -206,6 +209,7 @@ _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "prompt_ids": token_ids,
     "logprobs": _token_logprobs,
     "sampler_logprobs": _token_logprobs,
+    "teacher_logprobs": lambda values: None if values is None else _token_logprobs(values),
     "versions": _spans,
     "routed_experts": _read_only,
     "reward_parts": dict,

@@ -26,6 +26,8 @@ class Batch:
     - ``sampler_logprobs_T`` is 0 outside the mask; ``old_logprobs_T`` and ``old_entropy_T`` are of the pre-update policy
     - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: experts of each *token*, unknown ones the dtype's maximum
     - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*
+    - ``teachers_S`` int64: the number of a sequence's teacher, if there are several. ``teacher_states``: by micro-batch of this
+      rank and by teacher, the hidden states of its tokens
     - ``recorded_S`` int64: the index in the step of a sequence with recorded token values, or −1
     - ``expert_load_LE`` int64 [layers, experts]: tokens of the mini-batch sent to each expert
     """
@@ -41,11 +43,14 @@ class Batch:
     old_logprobs_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+    teacher_logprobs_T: Tensor | None = None
     reward_parts_SK: Tensor | None = None
     routed_experts_T: Tensor | None = None
     sampling_mask_T: SamplingMask | None = None
     expert_load_LE: Tensor | None = None
     recorded_S: Tensor | None = None
+    teachers_S: Tensor | None = None
+    teacher_states: Sequence[Sequence[Tensor]] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -75,11 +80,17 @@ class Batch:
         index_T = self.sequence_index_T
         return torch.arange(self.num_tokens, device=index_T.device) - self.cu_seqlens.long()[index_T]
 
+    def of_teacher(self, number: int) -> Tensor:
+        """Returns the loss mask of its sequences, bool [T]."""
+        if self.teachers_S is None:
+            return self.loss_mask_T
+        return self.loss_mask_T & (self.teachers_S == number)[self.sequence_index_T]
+
     def with_(self, **changes: Any) -> Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
+        names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T", "teacher_states")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
     @property
@@ -106,7 +117,7 @@ class Batch:
             value = getattr(self, f.name)
             if isinstance(value, SamplingMask):
                 changes[f.name] = value[local[0].numpy()]
-            elif value is not None and f.name not in ("cu_seqlens", "expert_load_LE"):
+            elif value is not None and f.name not in ("cu_seqlens", "expert_load_LE", "teacher_states"):
                 index_T, index_S = local if value.device.type == "cpu" else there
                 changes[f.name] = value[index_T if f.name.endswith("_T") else index_S]
         cu_seqlens = self.cu_seqlens.new_zeros(len(sequences) + 1)

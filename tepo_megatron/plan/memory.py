@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, ParameterCount, model_parameters
+from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, ParameterCount, model_parameters, resolve_spec
 from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
@@ -69,6 +69,7 @@ class RankMemory(_Terms):
     gradients: float
     optimizer: float
     reference: float
+    teachers: float  # heads, and layers beyond what a step needs later
     activations: float
     logits: float
     transient: float  # of one layer's or the head's backward pass, or Adam's fp32 copies if they are more
@@ -82,6 +83,7 @@ class HostMemory(_Terms):
     process: float
     states: float
     turns: float  # what leaves the GPU for colocated servers
+    teachers: float  # layers, and hidden states for ``distill.of = all``
     staged: float
     routes: float
 
@@ -95,6 +97,11 @@ class TrainingRanks:
         self._parallel, self._element = config.engine.parallel, ELEMENT_BYTES[config.dtype()]
         self._sequence_split = self._parallel.tp if self._parallel.sequence_parallel else 1
         self._norm_copies = 2 if self.has_te else 3  # input and output, with torch also the normalised input
+        self.teachers = [
+            ModelSplit(resolve_spec(teacher.path, f"teachers.{name}.path")[0], config.engine.parallel.even)
+            for name, teacher in config.teachers.items()
+            if teacher.place == "ranks"
+        ]
         self._chosen_mlps = spec.experts.per_token if spec.experts else 1
         self.passed_width = self._chosen_mlps * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
@@ -172,12 +179,14 @@ class TrainingRanks:
         activations = self._activations(stage, tokens, self.layers_in_flight(stage, micro_batches), boundary)
         if (copies := self.step_copies(owned)) > activations + logits + transient:
             activations, logits, transient = 0, 0, copies
+        heads, layers = self._teacher_bytes(stage)
         return RankMemory(
             weights=b * (count + adapters) + self._fp8_copies(stage),
             gradients=4 * trained.total,
             optimizer=self.state_bytes * owned,
             # with LoRA the reference is the model itself, without its adapters
             reference=b * count + self._fp8_copies(stage) if config.objective.needs_reference and not adapters else 0,
+            teachers=heads + max(0, max(layers, default=0) - activations - logits - transient),
             activations=activations,
             logits=logits,
             transient=transient,
@@ -185,6 +194,13 @@ class TrainingRanks:
             context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if on_gpu(config) else 0,
             server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if is_colocated(config) else 0,
         )
+
+    def _teacher_bytes(self, stage: int) -> tuple[float, list[float]]:
+        """Returns the bytes of all heads, and of each one's layers."""
+        at_end = stage == self._parallel.pp - 1
+        heads = [self._element * split.vocabulary * at_end for split in self.teachers]
+        whole = [self._element * split.in_stage(stage).total for split in self.teachers]
+        return sum(heads), [total - head for total, head in zip(whole, heads, strict=True)]
 
     def _communicators(self) -> int:
         spec, config, parallel, split = self.spec, self.config, self._parallel, self.split
@@ -307,10 +323,17 @@ class TrainingRanks:
         return HostMemory(
             process=_PROCESS,
             states=self.host_state_bytes * owned,
+            teachers=sum(self._teacher_bytes(stage)[1]) + self._teacher_states(step_tokens),
             turns=memory.weights + memory.optimizer + memory.reference if is_colocated(self.config) else 0,
             staged=CHECKPOINT_BYTES * owned if self.saves_beside_training else 0,
             routes=2 * self._step_routes(step_tokens),
         )
+
+    def _teacher_states(self, step_tokens: float) -> float:
+        if "divergence" not in self.config.objective.needs:
+            return 0
+        parallel, width = self._parallel, sum(split.spec.hidden_size for split in self.teachers)
+        return step_tokens * self._element * width / (parallel.dp * parallel.cp * self._sequence_split)
 
     def _step_routes(self, step_tokens: float) -> float:
         return step_tokens * self.spec.route_bytes if self.config.rollout.server.routing_replay else 0

@@ -255,7 +255,9 @@ class StepTime:
     def of(
         cls, ranks: TrainingRanks, lengths: Lengths, server: ServerMemory, sync: SyncTraffic | None, hosts: Sequence[HostMemory]
     ) -> StepTime:
-        """Counts forward passes: 3 plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
+        """Counts forward passes: 3 plus recomputation in training, 1 in scoring (2 with a reference, and those of
+        teachers on the ranks), 1 in generation.
+        """
         spec, config = ranks.spec, ranks.config
         cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
         sequences = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -263,7 +265,8 @@ class StepTime:
         trained = tokens * config.train.epochs_per_batch
         token = _forward_flops(spec, lengths.mean)
         training = 3 * token + _recomputed_flops(ranks, lengths.mean)
-        scores = 2 if config.objective.needs_reference else 1
+        teachers = sum(_forward_flops(split.spec, lengths.mean) for split in ranks.teachers)
+        scores = (2 if config.objective.needs_reference else 1) + teachers / token
         peak = _peak_flops(config, config.dtype()) * parallel.world_size
         imbalance = _stage_imbalance(ranks)
         bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)

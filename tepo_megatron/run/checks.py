@@ -15,6 +15,7 @@ from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.trainer.protocol import trainer_kind
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
@@ -65,6 +66,29 @@ def check_model(config: RunConfig, *, machine: bool = True) -> Path:
         if (machine or check.needs <= _MODEL) and check.applies(run):
             check.verify(run)
     return model_dir
+
+
+def teacher_folders(config: RunConfig) -> dict[str, Path]:
+    """Of those on the trainer's ranks."""
+    named = config.teachers.items()
+    return {name: resolve_model_path(teacher.path) for name, teacher in named if teacher.place == "ranks"}
+
+
+def _check_trainer(run: RunSubject) -> None:
+    teachers = {name: read_model_spec(folder) for name, folder in teacher_folders(run.config).items()}
+    trainer_kind().check_config(run.config, run.spec, on_gpu=run.on_gpus, teachers=teachers)
+
+
+def _check_teachers(run: RunSubject) -> None:
+    tokenizer = load_tokenizer(run.model_dir)
+    for name, teacher in run.config.teachers.items():
+        other = load_tokenizer(resolve_model_path(teacher.path))
+        if (difference := tokenizer.first_difference(other)) is not None:
+            token, mine, theirs = difference
+            raise ValueError(
+                f"teachers.{name}: token {token} is {theirs!r} in the vocabulary of {teacher.path} and {mine!r} in that of "
+                f"{run.config.model.path}; tokens are judged by their numbers, so take a model with the policy's tokenizer"
+            )
 
 
 def _check_lora(run: RunSubject) -> None:
@@ -121,7 +145,8 @@ RUN_CHECKS: tuple[NamedCheck, ...] = (
         _MODEL,
         lambda run: os.environ.get("RANK", "0") == "0" and resumes(run.config),
     ),
-    NamedCheck("trainer", lambda run: trainer_kind().check_config(run.config, run.spec, on_gpu=run.on_gpus), _MODEL),
+    NamedCheck("trainer", _check_trainer, _MODEL),
+    NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
     NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
     NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),

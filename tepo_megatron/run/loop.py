@@ -94,7 +94,8 @@ class Loop:
         rollouts = self.with_servers(lambda rank0: rank0.collect(self.step))
         with self.phase("score"):
             self.onload_trainer()
-            batch = mark_recorded(engine.batch_from_root(rollouts), self.config.log, self.step + 1)
+            teachers = self.on_root(lambda rank0: rank0.teachers_of(rollouts or ()))
+            batch = mark_recorded(engine.batch_from_root(rollouts, teachers), self.config.log, self.step + 1)
             noise_every = self.config.engine.noise_every
             noise = engine.measure_noise(batch) if noise_every and self.step % noise_every == 0 else {}
             # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a

@@ -166,7 +166,7 @@ class _EventsFile(LogFile):
         self.append(piece.getvalue())
 
 
-FOLDER, _FORMAT = "tokens", 1
+FOLDER, _FORMAT = "tokens", 2
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,7 @@ class TokenSamples:
     entropy_change: NDArray[np.float32]  # [T]: H(π_θ) − H(π_old) in that update, ΔH of TEPO's mask if ``measured``
     advantage: NDArray[np.float32]  # [T]
     ratio: NDArray[np.float32]  # [T]: the objective's, in TEPO one per response
+    divergence: NDArray[np.float32]  # [T]: from the teacher, in that update
     loss_mask: NDArray[np.bool_]  # [T]: written by the model, not by an environment
     masked: NDArray[np.bool_]  # [T]: selected in that update by a term such as TEPO's KL mask
 
@@ -256,7 +257,7 @@ _OF_RESPONSES: dict[str, type[np.generic]] = {
 _ARRAYS = _OF_RESPONSES | {
     **dict.fromkeys(("ids", "version"), np.int32),
     **dict.fromkeys(("logprob_sampler", "logprob_trainer", "logprob_update"), np.float32),
-    **dict.fromkeys(("entropy", "entropy_change", "advantage", "ratio"), np.float32),
+    **dict.fromkeys(("entropy", "entropy_change", "advantage", "ratio", "divergence"), np.float32),
     **dict.fromkeys(("loss_mask", "masked"), np.bool_),
 }
 
@@ -276,12 +277,13 @@ def read_tokens(path: Path) -> TokenSamples:
         with np.load(path, allow_pickle=False) as archive:
             meta: Any = json.loads(str(archive["meta"][()]))
             written = meta["format"]
-            if written == _FORMAT:
+            if written in (1, _FORMAT):  # 1 has no divergence
                 return TokenSamples(
                     step=int(meta["step"]),
                     prompts=tuple(TokenPrompt(**prompt) for prompt in meta["prompts"]),
                     pieces={int(token): str(text) for token, text in meta["pieces"].items()},
-                    **{name: archive[name] for name in _ARRAYS},
+                    **{name: archive[name] for name in _ARRAYS if written > 1 or name != "divergence"},
+                    **({"divergence": np.full_like(archive["ratio"], np.nan)} if written == 1 else {}),
                 )
     except FileNotFoundError:
         raise

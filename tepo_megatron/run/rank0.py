@@ -24,6 +24,7 @@ from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.run.sampling.served_teachers import JudgedTask, ServedTeachers
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.step.instability import ObjectiveWatch
 from tepo_megatron.run.step.minibatches import derive_seed, source_figures
@@ -67,6 +68,7 @@ class Rank0:
         self.watch = Stopwatch()
         self.lost: defaultdict[str, float] = defaultdict(float)  # seconds by cause
         self.servers = _Servers(config, inputs, output, heartbeat, self.lost)
+        self.teachers = ServedTeachers(config, inputs, output.message)
         self.checks = Canaries(config, inputs.spec)
         self._inputs, self._task, self._pools = inputs, task, pools
         self._retention = Retention(config, output.message)
@@ -75,7 +77,7 @@ class Rank0:
             config,
             inputs,
             self._rewards,
-            task,
+            JudgedTask(task, self.teachers) if self.teachers else task,
             Journal(config, output.message, output.write_failed, inputs.tokenizer.eos_ids),
             self.servers.sampler,
             phase=self.phase,
@@ -84,6 +86,8 @@ class Rank0:
         )
         self._signals = stop_signals()
         self._problems = {problem.id: problem for problem in inputs.train}
+        self._teachers = list(config.teachers)
+        self._teacher_of = {source.called: source.teacher for source in config.data.train_sources}
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
         self._returns = 0
@@ -94,6 +98,13 @@ class Rank0:
         self.output.progress.phase(name)
         self.heartbeat.phase(name, waits_for=_WAITS_FOR.get(name, ""))
         return self.watch.phase(name)
+
+    def teachers_of(self, rollouts: Sequence[Rollout]) -> list[int] | None:
+        """Returns the number of each one's teacher, if there are several."""
+        if len(self._teachers) < 2:
+            return None
+        sources = [self._problems[rollout.problem_id].source for rollout in rollouts]
+        return [self._teachers.index(self._teacher_of[source] or "") for source in sources]
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -188,7 +199,7 @@ class Rank0:
             samples = token_samples(step, rollouts, parts, updates, log.token_samples, problems, tokenizer)
             self.output.write_tokens(samples)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
-        counts |= source_figures(rollouts, self._problems)
+        counts |= source_figures(rollouts, self._problems, parts)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}
         self._returns = 0
         if sentence := self._objective_watch.clip(row, updates):
@@ -227,6 +238,7 @@ class Rank0:
     def close(self) -> None:
         self.collector.close()
         self.servers.stop()
+        self.teachers.close()
         self._task.close()
 
 

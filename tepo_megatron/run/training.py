@@ -11,7 +11,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo
-from tepo_megatron.run.checks import check_model
+from tepo_megatron.run.checks import check_model, teacher_folders
 from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
@@ -77,7 +77,8 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
     # Megatron-Core takes seconds to import; the servers start meanwhile.
-    engine = trainer_kind().make_trainer(config, model_dir, shares_gpus=is_colocated(config), heartbeat=heartbeat)
+    teachers, shares_gpus = teacher_folders(config), is_colocated(config)
+    engine = trainer_kind().make_trainer(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
     stack.callback(engine.close)
     stack.push(report_before_leaving)
     sampler = None if rank0 is None else rank0.servers.sampler

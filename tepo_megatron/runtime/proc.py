@@ -88,6 +88,14 @@ class Process:
         return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
     @staticmethod
+    def output_path(pid: int) -> str:
+        """Returns where its standard output goes, or ""."""
+        try:
+            return os.readlink(f"/proc/{pid}/fd/1")
+        except OSError:
+            return ""
+
+    @staticmethod
     def environment(pid: int) -> dict[str, str]:
         entries = _read(pid, "environ").decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)

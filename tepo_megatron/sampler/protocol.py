@@ -202,6 +202,9 @@ class Sampler(WeightReceiver, Protocol):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Returns, by address, natural log-probs of all tokens but the first, at temperature 1."""
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """As ``prompt_logprobs``, from any one server, in any thread; other servers repeat what one fails to do."""
+
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         """Returns, by address, log-probs of up to ``n`` tokens drawn after ``prompt``, with the prefix cache and without."""
 
@@ -229,7 +232,8 @@ class ReadBack(NamedTuple):
 
 class SamplerOptions(TypedDict):
     """``report`` gets a sentence per repaired fault. ``keep_cache``: responses keep keys and values in an update. ``trained``:
-    a weight update precedes the first sample. ``tokenizer``: load it, for stop strings and bad words.
+    a weight update precedes the first sample. ``tokenizer``: load it, for stop strings and bad words. ``with_ranks``: it ends
+    with this process, also if ``outlive_ranks`` has servers for the policy.
     """
 
     model_dir: Path
@@ -243,6 +247,7 @@ class SamplerOptions(TypedDict):
     trained: NotRequired[bool]
     adapter_rank: NotRequired[int | None]
     tokenizer: NotRequired[bool]
+    with_ranks: NotRequired[bool]
 
 
 @dataclass(frozen=True)

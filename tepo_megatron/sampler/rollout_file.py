@@ -75,6 +75,7 @@ class _Line(_Common):
     routed_experts: Annotated[np.ndarray, BeforeValidator(_read_routes)] | None = None
     loss_mask: _Bits | None = None
     sampling_mask: Annotated[SamplingMask, BeforeValidator(_read_sampling_mask)] | None = None
+    teacher_logprobs: _Logprobs | None = None
 
     def rollout(self) -> Rollout:
         spans = tuple((start, WeightsVersion(step, digest)) for start, step, digest in self.versions)
@@ -191,6 +192,8 @@ def _line(rollout: Rollout) -> str:
     if (routes := rollout.routed_experts) is not None:
         dtype = _ROUTES[routes.itemsize - 1]
         line["routed_experts"] = {"shape": routes.shape, "dtype": dtype, "data": _encode(routes, dtype)}
+    if rollout.teacher_logprobs is not None:
+        line["teacher_logprobs"] = _encode(rollout.teacher_logprobs, _LOGPROBS)
     if rollout.loss_mask is not None:
         line["loss_mask"] = _encode(np.packbits(rollout.loss_mask), np.uint8)
     if (mask := rollout.sampling_mask) is not None:
@@ -257,6 +260,8 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
             yield "the model wrote none of the response tokens"
         for index in np.flatnonzero(~mask & (logprobs != 0) if logprobs.size == mask.size else ()):
             yield f"response token {index} has the log-prob {logprobs[index]}, not 0, and the model did not write it"
+    if (judged := rollout.teacher_logprobs) is not None and (judged.size != logprobs.size or not np.isfinite(judged).all()):
+        yield f"the teacher's log-probs are {judged.size}, and some may not be finite, for {logprobs.size} tokens"
     parts = {f"reward's component {name!r}": part for name, part in rollout.reward_parts.items()}
     for name, reward in {"reward": rollout.reward, **parts}.items():
         if reward is not None and not is_reward(reward):

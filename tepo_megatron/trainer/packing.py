@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.teachers import TeacherConfig
 from tepo_megatron.core.rollout import Rollout, SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import ModelSpec
@@ -32,18 +33,21 @@ def pack(
     labels[:-1] = tokens[1:]
     labels[ends - 1] = 0  # the last token of a sequence has none
     mask = np.zeros(tokens.size, dtype=np.bool_)
-    logprobs = np.zeros(tokens.size, dtype=np.float32)
+    logprobs, judged = np.zeros(tokens.size, dtype=np.float32), np.zeros(tokens.size, dtype=np.float32)
     for rollout, first, end in zip(rollouts, (starts + prompts - 1).tolist(), ends.tolist(), strict=True):
         # from the last prompt token, which predicts the first of the response
         if not (mask_truncated and rollout.finish_reason == "length"):
             mask[first : end - 1] = True if rollout.loss_mask is None else rollout.loss_mask
         logprobs[first : end - 1] = rollout.sampler_logprobs
+        if rollout.teacher_logprobs is not None:
+            judged[first : end - 1] = rollout.teacher_logprobs
     return Batch(
         tokens_T=torch.from_numpy(tokens),
         labels_T=torch.from_numpy(labels),
         loss_mask_T=torch.from_numpy(mask),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
         sampler_logprobs_T=torch.from_numpy(logprobs),
+        teacher_logprobs_T=torch.from_numpy(judged) if any(r.teacher_logprobs is not None for r in rollouts) else None,
         rewards_S=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
         routed_experts_T=_pack_routes(rollouts) if routes else None,
@@ -77,6 +81,8 @@ def _fault(rollout: Rollout) -> str | None:
         return "has an empty response; a sampler must return at least the end token"
     if logprobs.size != tokens:
         return f"has {tokens} response tokens but {logprobs.size} log-probs"
+    if (judged := rollout.teacher_logprobs) is not None and judged.size != tokens:
+        return f"has {tokens} response tokens but {judged.size} log-probs of its teacher"
     if mask is not None and not mask.any():
         return "has no token that the model wrote; leave it out of the step"
     if mask is not None and logprobs[~mask].any():
@@ -118,6 +124,18 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
             )
         parts += [SamplingMask.empty(rollout.prompt_ids.size - 1), mask, SamplingMask.empty(1)]
     return SamplingMask.joined(parts)
+
+
+def check_judged(rollouts: Sequence[Rollout], numbers: Sequence[int] | None, teachers: Mapping[str, TeacherConfig]) -> None:
+    """Raises ValueError if a served teacher's log-probs are missing. ``numbers``: as of `Trainer.batch_from_root`."""
+    named = list(teachers.items())
+    for index, rollout in enumerate(rollouts if named else ()):
+        name, teacher = named[0 if numbers is None else numbers[index]]
+        if teacher.place == "server" and rollout.teacher_logprobs is None:
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} has no log-probs of teachers.{name}, which is served; record it "
+                "again with it, leave rewards to reward.verifier in rollout.collect, or set place = ranks"
+            )
 
 
 def check_recorded(rollouts: Sequence[Rollout], *, routes_of: ModelSpec | None, sampling_masks: bool) -> None:

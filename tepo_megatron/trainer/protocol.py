@@ -158,13 +158,15 @@ class Trainer(Protocol):
     def reference_digest(self) -> str | None:
         """None if no reference is needed."""
 
-    def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
-        """Packs rank 0's rollouts (others are not read) in order, with advantages, for every rank. Raises ValueError on rank 0
-        if a rollout lacks experts or sampling masks that the config needs.
+    def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
+        """Packs rank 0's rollouts (others are not read) in order, with advantages, for every rank. ``teachers``: the place in
+        the config of each one's teacher, if there are several. Raises ValueError on rank 0 if a rollout lacks experts or
+        sampling masks that the config needs.
         """
 
     def score(self, batch: Batch) -> Batch:
-        """Adds ``old_logprobs_T``, ``old_entropy_T``, and ``reference_logprobs_T`` if needed, under the sampling temperature.
+        """Adds ``old_logprobs_T``, ``old_entropy_T``, and those of the reference and of teachers if needed, under the sampling
+        temperature.
 
         ``batch`` is a mini-batch; until the weights change, ``update`` computes the same bits. If a value is not finite,
         all are NaN, and update skips it.
@@ -217,13 +219,16 @@ class TrainerKind(Protocol):
     def prepare_process(self, config: RunConfig) -> None:
         """Sets environment variables. Every rank calls before CUDA."""
 
-    def check_config(self, config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
+    def check_config(self, config: RunConfig, spec: ModelSpec, *, on_gpu: bool, teachers: Mapping[str, ModelSpec]) -> None:
         """Raises ValueError for what this trainer cannot train. Starts no process and no CUDA."""
 
-    def make_trainer(self, config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat) -> Trainer:
+    def make_trainer(
+        self, config: RunConfig, model_dir: Path, *, teachers: Mapping[str, Path], shares_gpus: bool, heartbeat: Heartbeat
+    ) -> Trainer:
         """Every rank calls. Raises ValueError for a model that does not fit the layout.
 
-        ``shares_gpus``: servers and trainer take turns on GPUs. ``heartbeat`` starts when the ranks have met.
+        ``teachers``: folders of those with ``place = ranks``. ``shares_gpus``: servers and trainer take turns on GPUs.
+        ``heartbeat`` starts when the ranks have met.
         """
 
 

@@ -82,6 +82,7 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "weights": sampled_digest(model_dir),
         "first_adapters": None if (lora := config.model.lora) is None or lora.path is None else sampled_digest(lora.path),
         "plugins": plugin_digests(config),
+        "teachers": _teacher_digests(config),
         "config": fields,
         "verifiers": source_verifiers(config),
         "versions": {name: installed_version(name) for name in _DISTRIBUTIONS},
@@ -94,6 +95,20 @@ def source_verifiers(config: RunConfig) -> dict[str, Any]:
         for source in config.data.train_sources
         if source.verifier is not None
     }
+
+
+def served_teachers(config: RunConfig) -> dict[str, Any]:
+    """Those that decide rollouts: by source, the teacher's path and server."""
+    served = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server"}
+    only = next(iter(config.teachers)) if len(config.teachers) == 1 else None
+    by_source = {source.called: served.get(source.teacher or only or "") for source in config.data.train_sources}
+    return {name: [teacher.path, teacher.served.quantization] for name, teacher in by_source.items() if teacher is not None}
+
+
+def _teacher_digests(config: RunConfig) -> dict[str, str | None]:
+    """Of folders; those that are built in or come from a hub are known by their names."""
+    folders = {name: Path(teacher.path) for name, teacher in config.teachers.items()}
+    return {name: sampled_digest(folder) for name, folder in folders.items() if folder.is_dir()}
 
 
 def plugin_digests(config: RunConfig) -> dict[str, str]:
@@ -110,6 +125,7 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
         ("tokenizer", "model.path", "model.path's tokenizer, by its digest"),
         ("end_tokens", "model.path", "the end tokens of model.path's generation_config.json"),
         ("verifiers", "data.train", "the verifiers of data.train's sources"),
+        ("teachers", "teachers", "the weights of teachers, by their digests"),
     ):
         new = current[key]
         old = saved.get(key, {} if key == "verifiers" else new)  # older versions did not save all

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -172,6 +173,7 @@ def calls(sampler: Sampler) -> None:
     returned("describe", sampler.describe(), list)
     returned("figures", sampler.figures(), dict)
     returned("prompt_logprobs", sampler.prompt_logprobs(PROMPTS[0]), dict)
+    returned("score", sampler.score(PROMPTS[0]), list)
     returned("read_through_cache", sampler.read_through_cache(PROMPTS[0], 2), dict)
     returned("read_back", sampler.read_back(), dict)
     assert not any(result.changed for result in sampler.read_back().values()), (
@@ -389,6 +391,15 @@ def prompt_oracle(seed: int, prompt: Sequence[int]) -> list[float]:
     logits = oracle_logits(seed, prompt)[:-1].log_softmax(-1)
     scores: list[float] = logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
     return scores
+
+
+@check("score: many threads score texts, and each gets its own")
+def _scores_in_threads(sampler: Sampler) -> None:
+    send(sampler, 0)
+    with ThreadPoolExecutor(4) as threads:
+        scored = list(threads.map(sampler.score, PROMPTS * 3))
+    for prompt, scores in zip(PROMPTS * 3, scored, strict=True):
+        assert_close("score", scores, prompt_oracle(0, prompt))
 
 
 @check("prompt_logprobs: every server scores a prompt")

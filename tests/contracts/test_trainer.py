@@ -6,9 +6,10 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from tests.support import reference_trainer
 from tests.support.launch import end_model_parallel, run_dist
 
 
-def make_megatron(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> Trainer:
+def make_megatron(
+    config: RunConfig, model_dir: Path, *, teachers: Mapping[str, Path] = MappingProxyType({}), shares_gpus: bool = False
+) -> Trainer:
     """Every trainer of a process splits the same world again."""
     from megatron.core import parallel_state
 
@@ -33,7 +36,8 @@ def make_megatron(config: RunConfig, model_dir: Path, *, shares_gpus: bool = Fal
 
     if parallel_state.model_parallel_is_initialized():
         end_model_parallel()
-    trainer = trainer_kind().make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=Heartbeat())
+    options: dict[str, Any] = {"teachers": teachers, "shares_gpus": shares_gpus, "heartbeat": Heartbeat()}
+    trainer = trainer_kind().make_trainer(config, model_dir, **options)
     trainer.close = lambda: None  # type: ignore[method-assign] # the world is run_dist's
     return trainer
 
@@ -76,7 +80,7 @@ config = load_run(None, ["engine.parallel.tp=2"])
 trainer_kind().prepare_process(config)
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.weights.architecture import read_model_spec
-trainer_kind().check_config(config, read_model_spec(resolve_model_path("builtin:tiny")), on_gpu=False)
+trainer_kind().check_config(config, read_model_spec(resolve_model_path("builtin:tiny")), on_gpu=False, teachers={})
 assert not {"megatron", "transformer_engine"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -115,18 +115,21 @@ def digest(trainer: Trainer) -> str:
 class Dense:
     """transformers in float64: scores by log_softmax, gradients by autograd, AdamW by its formula."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Path | None = None) -> None:
         import transformers
 
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(make_model(folder), dtype=torch.float64)
+        path = make_model(folder) if model is None else model
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
         self.params = dict(self.model.named_parameters())
         self.mean = {name: torch.zeros_like(param) for name, param in self.params.items()}
         self.square = {name: torch.zeros_like(param) for name, param in self.params.items()}
         self.updates = 0
 
+    def logits(self, batch: Batch) -> Tensor:
+        return torch.cat([self.model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())])
+
     def scores(self, batch: Batch, temperature: float = TEMPERATURE) -> TokenScores:
-        logits = [self.model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-        return dense_logprob_and_entropy(torch.cat(logits), batch.labels_T, temperature=temperature)
+        return dense_logprob_and_entropy(self.logits(batch), batch.labels_T, temperature=temperature)
 
     def update(self, config: RunConfig, batch: Batch) -> tuple[float, float]:
         objective = build_objective(config.objective)
@@ -405,6 +408,40 @@ def scores_the_reference_model(make: Make, folder: Path) -> None:
     trainer.close()
 
 
+def asks_the_teachers(make: Make, folder: Path) -> None:
+    folders = {name: folder / name for name in ("first", "second")}
+    for seed, path in enumerate(folders.values(), start=1):
+        other = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": False}
+        random_family("Llama", {**SIZES, **other, "num_hidden_layers": 3}, scale=0.15, seed=seed).save_pretrained(path)
+    config = make_config(
+        folder,
+        objective={"distill": {"of": "all", "divergence": "jsd", "beta": 0.25}},
+        teachers={name: {"path": str(path)} for name, path in folders.items()},
+        data={"train": [{"path": "builtin:addition", "name": name, "teacher": name} for name in folders], "heldout": None},
+        evaluate={"every": 0},
+    )
+    trainer = make(config, Path(config.model.path), teachers=folders)
+    numbers_S = [0, 1, 0, 0, 1, 1, 0, 1]
+    batch = trainer.score(trainer.batch_from_root(draw_rollouts(), numbers_S))
+    require(batch.teacher_logprobs_T is not None, "Trainer.score: teacher_logprobs_T are missing")
+    is_first_T1 = (torch.tensor(numbers_S) == 0)[batch.sequence_index_T][:, None]
+    with torch.no_grad():
+        first_TV, second_TV = (Dense(folder, path).logits(batch) for path in folders.values())
+        logq_TV = (torch.where(is_first_T1, first_TV, second_TV) / TEMPERATURE).log_softmax(-1)
+        logp_TV = (Dense(folder).logits(batch) / TEMPERATURE).log_softmax(-1)
+    expected_T = logq_TV.gather(1, batch.labels_T[:, None])[:, 0]
+    difference = float((batch.teacher_logprobs_T - expected_T)[batch.loss_mask_T].abs().max())
+    require(difference < 2e-5, f"Trainer.score: teacher_logprobs_T are off by {difference:.2g} nats from float64")
+    logm_TV = (0.25 * logq_TV.exp() + 0.75 * logp_TV.exp()).log()
+    parts = (0.25, logq_TV), (0.75, logp_TV)
+    divergence_T = sum(share * (log_TV.exp() * (log_TV - logm_TV)).sum(-1) for share, log_TV in parts)
+    total, count = trainer.update(batch).sums["distill/divergence"]
+    expected = float(divergence_T[batch.loss_mask_T].mean())  # type: ignore[index]
+    error = abs(total / count - expected)
+    require(error < 2e-5, f"Trainer.update: distill/divergence is off by {error:.2g} nats from float64")
+    trainer.close()
+
+
 def broadcasts_json(make: Make, folder: Path) -> None:
     trainer = start(make, folder)
     value = {"a": [1, 0.1, None, True, "ü"], "b": (1, 2)}
@@ -470,6 +507,7 @@ CHECKS: dict[str, Callable[[Make, Path], None]] = {
         refuses_a_damaged_checkpoint,
         hands_out_weights,
         scores_the_reference_model,
+        asks_the_teachers,
         broadcasts_json,
         reports_metrics,
         keeps_bits_when_offloaded,

@@ -14,6 +14,7 @@ import pytest
 import tepo_megatron
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run import rank0
+from tepo_megatron.run.sampling import served_teachers
 from tepo_megatron.trainer.protocol import trainer_kind
 from tests.support.programs import rows, run_python
 from tests.support.reference_sampler import ReferenceSampler
@@ -68,7 +69,12 @@ ON_REFERENCES = ("engine.parallel={tp: 1, sequence_parallel: false}", "rollout.s
 def train_on_references(config: Path | str, output: Path, *overrides: str, **arguments: Any) -> list[dict[str, Any]]:
     """Returns the rows of metrics. ``arguments`` are those of :func:`tepo_megatron.train`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_kind(), "make_trainer", lambda config, model_dir, **_: make_trainer(config, model_dir))
+        patch.setattr(
+            trainer_kind(),
+            "make_trainer",
+            lambda config, model_dir, teachers, **_: make_trainer(config, model_dir, teachers=teachers),
+        )
         patch.setattr(rank0, "make_sampler", ReferenceSampler)
+        patch.setattr(served_teachers, "make_sampler", ReferenceSampler)
         run = load_run(config, [f"output={output}", *ON_REFERENCES, *overrides])
         return [dict(row) for row in tepo_megatron.train(run, **arguments).rows]

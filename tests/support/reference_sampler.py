@@ -115,6 +115,9 @@ class ReferenceSampler(Sampler):
         logprobs = self._logits(prompt)[:-1].log_softmax(-1)
         return {"reference": logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()}
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        return self.prompt_logprobs(tokens)["reference"]
+
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         ((response,),) = self.generate([prompt], n=1, temperature=1.0, max_new_tokens=n, seed=0)
         return {"reference": CacheReading(response.logprobs.tolist(), response.logprobs.tolist(), 0)}

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +22,10 @@ from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores import logprob_and_entropy, noise_quantiles, rerounded
-from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
+from tepo_megatron.core.types import Batch, Divergence, ObjectiveOutput, TeacherLogits, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, read_state
-from tepo_megatron.trainer.packing import pack
+from tepo_megatron.trainer.packing import check_judged, pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, TensorMeta, UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tepo_megatron.weights.architecture import read_model_spec
@@ -37,20 +38,24 @@ from tests.support.engines import whole_digest
 T = TypeVar("T")
 
 
-def make_trainer(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> ReferenceTrainer:
+def make_trainer(
+    config: RunConfig, model_dir: Path, *, teachers: Mapping[str, Path] = MappingProxyType({}), shares_gpus: bool = False
+) -> ReferenceTrainer:
     if config.rollout.sampling.truncates or config.model.lora is not None or config.optimizer.schedule != "constant":
         raise ValueError("the reference trainer knows no truncated sampling, adapters, or schedules but constant")
-    return ReferenceTrainer(config, model_dir)
+    return ReferenceTrainer(config, model_dir, teachers)
 
 
 class ReferenceTrainer:
-    def __init__(self, config: RunConfig, model_dir: Path) -> None:
+    def __init__(self, config: RunConfig, model_dir: Path, teachers: Mapping[str, Path] = MappingProxyType({})) -> None:
         import transformers
 
         self.config, self.model_dir = config, model_dir
         self.spec = read_model_spec(model_dir)
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, **options).eval()
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.teachers = [load(folder, **options).eval() for folder in teachers.values()]
         self.params: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.objective = build_objective(config.objective)
         self.counters: dict[str, Any] = {"updates": 0, "updates_skipped": 0, "entropy_noise": 0.0, "clip_range": None}
@@ -69,9 +74,11 @@ class ReferenceTrainer:
 
     # -- scores and updates
 
-    def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
+    def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         assert rollouts is not None
+        check_judged(rollouts, teachers, self.config.teachers)
         batch = pack(rollouts, mask_truncated=self.config.rollout.truncated == "mask")
+        batch = batch if teachers is None else batch.with_(teachers_S=torch.tensor(teachers))
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)
 
     def score(self, batch: Batch) -> Batch:
@@ -86,19 +93,36 @@ class ReferenceTrainer:
         except NotFiniteError:
             pass
         batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
+        if self.teachers:
+            with torch.no_grad():
+                judged = [self.token_scores(teacher, batch).logprob for teacher in self.teachers]
+            of_teacher = [torch.where(batch.of_teacher(number), judged_T, 0.0) for number, judged_T in enumerate(judged)]
+            batch = batch.with_(teacher_logprobs_T=torch.stack(of_teacher).sum(0))
         return batch if self.reference is None else batch.with_(reference_logprobs_T=reference_T)
 
     def token_scores(self, model: Any, batch: Batch, *, temperature: float | None = None, train: bool = False) -> TokenScores:
         """Sequence by sequence, so that no value depends on the division into micro-batches."""
-        logits = torch.cat([model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())])
+        logits, teacher = self.logits(model, batch), None
+        if train and "divergence" in self.config.objective.needs:
+            with torch.no_grad():
+                others = [
+                    torch.where(batch.of_teacher(n)[:, None], self.logits(t, batch), 0.0) for n, t in enumerate(self.teachers)
+                ]
+            distill: Any = self.config.objective.distill
+            teacher = TeacherLogits(torch.stack(others).sum(0), Divergence(distill.divergence, distill.beta or 0.5))
         return logprob_and_entropy(
             logits,
             batch.labels_T,
+            teacher=teacher,
             temperature=temperature or self.config.rollout.sampling.temperature,
             mask_T=batch.loss_mask_T,
             entropy_slope=train and self.objective.needs_entropy_slope,
             backend="torch",
         )
+
+    @staticmethod
+    def logits(model: Any, batch: Batch) -> Tensor:
+        return torch.cat([model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())])
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
         result = self._update(batch)

@@ -158,5 +158,6 @@ def made_up_tokens(
         entropy_change=floats(tokens),
         advantage=floats(tokens),
         ratio=floats(tokens),
+        divergence=floats(tokens),
         masked=draw.random(tokens) < 0.2,
     )

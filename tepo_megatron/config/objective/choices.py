@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import (
     CustomSlot,
+    Need,
     NoiseBound,
     ObjectiveSection,
     OwnAdvantage,
@@ -277,6 +278,16 @@ class GDPOAdvantage(ObjectiveSection):
     """Added to each standard deviation."""
 
 
+class TeacherAdvantage(ObjectiveSection):
+    """The advantage of a token is log π_teacher − log π_old, on average −KL(π_old‖π_teacher). Rewards are not read."""
+
+    kind: Literal["teacher"] = "teacher"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"teacher"})
+
+
 class TokenRatio(ObjectiveSection):
     """π_θ / π_old of each token alone: exp(δ)."""
 
@@ -350,6 +361,7 @@ Advantage = Annotated[
     | _DivideByMeanAdvantage
     | _WhitenedAdvantage
     | GDPOAdvantage
+    | TeacherAdvantage
     | OwnAdvantage,
     CustomSlot("advantage"),
 ]

@@ -14,8 +14,9 @@ from pydantic_core import CoreSchema, core_schema
 from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
 
-Need = Literal["reference", "entropy_slope", "entropy_gradient", "entropy_noise"]
-"""``reference``: log-probs of a frozen copy of the first weights. ``entropy_slope``: ``TokenScores.entropy_slope``.
+Need = Literal["reference", "teacher", "divergence", "entropy_slope", "entropy_gradient", "entropy_noise"]
+"""``reference``: log-probs of a frozen copy of the first weights. ``teacher``: those of a teacher. ``divergence``:
+``TokenScores.divergence``. ``entropy_slope``: ``TokenScores.entropy_slope``.
 ``entropy_gradient``: a gradient through ``TokenScores.entropy``. ``entropy_noise``: measured rounding noise.
 """
 

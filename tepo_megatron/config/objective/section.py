@@ -24,6 +24,7 @@ from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSec
 from tepo_megatron.config.objective.presets import PRESETS, find_preset
 from tepo_megatron.config.objective.terms import (
     KL,
+    Distill,
     EntropyBonus,
     KLCov,
     KLMask,
@@ -68,6 +69,9 @@ class ObjectiveConfig(Section):
 
     kl_cov: KLCov | None = None
     """A KL penalty on tokens of highest covariance (KL-Cov)."""
+
+    distill: Distill | None = None
+    """A divergence from a teacher at all response tokens."""
 
     entropy: EntropyBonus | None = None
     """A bonus for the full distribution's entropy."""

@@ -32,15 +32,17 @@ class KLTerm(ObjectiveSection):
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Computed from d = log π_θ − log q of a token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
 
-    against: Literal["old", "reference"] = "old"
-    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights."""
+    against: Literal["old", "reference", "teacher"] = "old"
+    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights; ``teacher`` that of
+    ``teachers``.
+    """
 
     weight: Literal["importance", "none"] = "none"
     """``importance`` multiplies by π_θ/π_old, with gradient: the mean over samples of π_old then estimates KL(π_θ‖q)."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset({"reference"} if self.against == "reference" else ())
+        return frozenset() if self.against == "old" else frozenset({self.against})
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -58,7 +60,7 @@ class KLMask(KLTerm):
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """As ``objective.kl.estimator``. Our interpretation: k3."""
 
-    against: Literal["old", "reference"] = "old"
+    against: Literal["old", "reference", "teacher"] = "old"
     """As ``objective.kl.against``. Our interpretation: π_old."""
 
     weight: Literal["importance", "none"] = "importance"
@@ -103,8 +105,10 @@ class KL(KLTerm):
     coefficient: Coefficient = 0.04
     """Factor of the KL; 0.04 is the GRPO paper's."""
 
-    against: Literal["old", "reference"] = "reference"
-    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights."""
+    against: Literal["old", "reference", "teacher"] = "reference"
+    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights; ``teacher`` that of
+    ``teachers``.
+    """
 
 
 class KLCov(KLTerm):
@@ -124,6 +128,40 @@ class KLCov(KLTerm):
     @property
     def turning_points(self) -> tuple[float, ...]:
         return ()  # the pull is the same at any ratio
+
+
+class Distill(ObjectiveSection):
+    """Draws the policy to a teacher (``teachers``): the divergence of every response token, subtracted from the surrogate."""
+
+    of: Literal["sampled", "all"] = "sampled"
+    """``sampled``: an unbiased estimate of the reverse KL from the sampled token's log-probs, r (exp(−d) − 1 + d) with r =
+    π_θ/π_old and d = log π_θ − log π_teacher. ``all``: the divergence over the whole vocabulary; the teacher must be on the
+    trainer's ranks.
+    """
+
+    coefficient: Coefficient = 1.0
+    """Factor of the divergence."""
+
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """``reverse_kl``: KL(π_θ‖π_teacher); ``forward_kl``: KL(π_teacher‖π_θ); ``jsd``: the generalised Jensen–Shannon divergence.
+    ``sampled`` estimates the first only.
+    """
+
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """``jsd`` only: the teacher's share of the mixture, as in GKD. null: 0.5."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"teacher"} if self.of == "sampled" else {"divergence"})
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return (0.2,)
+
+    def _faults(self) -> Iterator[str]:
+        if self.of == "sampled" and self.divergence != "reverse_kl":
+            yield f"distill.divergence = {self.divergence} needs the whole distribution; set distill.of = all"
+        yield from self._idle(["beta"], "divergence", "jsd")
 
 
 class _EntropyBonus(ObjectiveSection):

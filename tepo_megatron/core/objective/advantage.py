@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import Advantage, GDPOAdvantage
+from tepo_megatron.config.objective.choices import Advantage, GDPOAdvantage, TeacherAdvantage
 from tepo_megatron.config.objective.custom import OwnAdvantage
 from tepo_megatron.core.objective.ratio import sequence_sum
 from tepo_megatron.core.objective.values import check_custom
@@ -25,6 +25,8 @@ def advantages(choice: Advantage, batch: Batch) -> Tensor:
     if isinstance(choice, OwnAdvantage):
         values_S = check_custom(choice, choice.advantages(batch), "advantages", batch.rewards_S, "response")
         return values_S.detach().to(dtype)
+    if choice.kind == "teacher":
+        return torch.zeros_like(batch.rewards_S, dtype=dtype)
     if choice.kind == "gdpo":
         parts_SK = batch.rewards_S.unsqueeze(1) if batch.reward_parts_SK is None else batch.reward_parts_SK
         return _gdpo(choice, parts_SK, batch.groups_S).to(torch.promote_types(parts_SK.dtype, torch.float32))
@@ -45,6 +47,17 @@ def advantages(choice: Advantage, batch: Batch) -> Tensor:
     if choice.over == "tokens":
         centred_S = centred_S - (count_S * centred_S).sum() / count_S.sum().clamp(min=1)
     return (centred_S / (_deviation(centred_S, count_S, "sample") + choice.eps)).to(dtype)
+
+
+def token_advantages(choice: Advantage, batch: Batch) -> Tensor:
+    """Returns [T], 0 outside the loss mask."""
+    assert batch.advantages_S is not None
+    values_T = batch.advantages_S[batch.sequence_index_T]
+    if isinstance(choice, TeacherAdvantage):
+        assert batch.teacher_logprobs_T is not None
+        assert batch.old_logprobs_T is not None
+        values_T = batch.teacher_logprobs_T - batch.old_logprobs_T
+    return torch.where(batch.loss_mask_T, values_T, 0.0)
 
 
 def _within_groups(

@@ -6,6 +6,7 @@ import copy
 import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 
 _STEPS = 12
+_INPUTS = ("log-prob", "entropy", "divergence")
 
 
 class _ObjectiveError(ValueError): ...
@@ -33,7 +35,7 @@ class _Finding(NamedTuple):
 
 class _StepOutcome(NamedTuple):
     loss: Tensor
-    gradients: tuple[Tensor, ...]  # by log-probs and by entropies, [T] each
+    gradients: tuple[Tensor, ...]  # by each of `_INPUTS` that there is, [T]
     metrics: Mapping[str, Tensor]  # (sum, count), [2]
     extrema: Mapping[str, Tensor]
 
@@ -77,14 +79,13 @@ class Step(NamedTuple):
             reward_parts_SK=seldom_SK,  # as bonuses that are seldom given
         )
         logprob, later_entropy = (old + spread * noise[2]).requires_grad_(), (entropy + 0.1 * noise[3]).requires_grad_()
-        return cls(batch, TokenScores(logprob, later_entropy, torch.randn(total, generator=generator, dtype=torch.float64)))
+        slope, teacher, divergence = torch.randn(3, total, generator=generator, dtype=torch.float64)
+        batch = batch.with_(teacher_logprobs_T=old + 0.3 * teacher)
+        return cls(batch, TokenScores(logprob, later_entropy, slope, divergence=divergence.abs().requires_grad_()))
 
     def pick(self, sequences: Sequence[int]) -> Step:
         index_T = self.batch.token_index(sequences)
-        scores = self.scores
-        values = (scores.logprob, scores.entropy, scores.entropy_slope)
-        picked = (None if values_T is None else values_T[index_T] for values_T in values)
-        return Step(self.batch.select(sequences), TokenScores(*picked))  # type: ignore[arg-type] # only the last may be None
+        return Step(self.batch.select(sequences), _changed(self.scores, lambda values_T: values_T[index_T]))
 
     def with_advantages(self, objective: Objective) -> Step:
         return self._replace(batch=self.batch.with_(advantages_S=objective.advantages(self.batch)))
@@ -97,7 +98,7 @@ class Step(NamedTuple):
 
     def summary(self, outputs: Sequence[ObjectiveOutput]) -> _StepOutcome:
         loss = torch.stack([output.numerator / output.denominator for output in outputs]).sum()
-        inputs = (self.scores.logprob, self.scores.entropy)
+        inputs = [values for values in (self.scores.logprob, self.scores.entropy, self.scores.divergence) if values is not None]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         names = outputs[0].metrics
         metrics = {name: torch.stack([torch.stack(output.metrics[name]) for output in outputs]).sum(0) for name in names}
@@ -220,7 +221,7 @@ def _check_finite(objective: Objective, step: Step, _: int) -> None:
     outcome, mask_T = step.whole(objective), step.batch.loss_mask_T
     if not outcome.loss.isfinite():
         raise _ObjectiveError(f"the loss is {outcome.loss}; look for a division by 0, log of 0, or exp of a large number")
-    for name, gradient_T in zip(("log-prob", "entropy"), outcome.gradients, strict=True):
+    for name, gradient_T in zip(_INPUTS, outcome.gradients, strict=False):
         for wrong_T, rule in (
             (~gradient_T.isfinite(), "what torch.where leaves out must be finite too, or its gradient is 0 · inf"),
             ((gradient_T != 0) & ~mask_T, "outside the loss mask it must be 0"),
@@ -297,8 +298,7 @@ def _check_context_parallel(objective: Objective, step: Step, _: int) -> None:
     parts = []
     for rank in range(2):
         local_T = torch.arange(batch.num_tokens) % 2 == rank
-        logprob, entropy = (torch.where(local_T, value, value.detach()) for value in (scores.logprob, scores.entropy))
-        local = Step(batch, TokenScores(logprob, entropy, scores.entropy_slope))
+        local = Step(batch, _changed(scores, lambda values_T: torch.where(local_T, values_T, values_T.detach())))  # noqa: B023
         parts.append(step.summary([local.output(objective)]))
     gradients = tuple(torch.stack(pair).sum(0) for pair in zip(*(part.gradients for part in parts), strict=True))
     for part in parts:
@@ -330,9 +330,13 @@ def _pad(step: Step, tokens: int, fill: float) -> Step:
         elif name.endswith(("_S", "_SK")) and values is not None:
             longer[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     cu_seqlens = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + tokens])
-    first, second, third, *_ = vars(step.scores).values()
-    scores = [torch.cat([values, values.new_full((tokens,), fill)]) for values in (first, second, third)]
-    return Step(batch.with_(cu_seqlens=cu_seqlens, **longer), TokenScores(*scores))
+    scores = _changed(step.scores, lambda values_T: torch.cat([values_T, values_T.new_full((tokens,), fill)]))
+    return Step(batch.with_(cu_seqlens=cu_seqlens, **longer), scores)
+
+
+def _changed(scores: TokenScores, change: Callable[[Tensor], Tensor]) -> TokenScores:
+    changes: dict[str, Any] = {name: change(value) for name, value in vars(scores).items() if isinstance(value, Tensor)}
+    return replace(scores, **changes)
 
 
 RULES: Mapping[str, Callable[[Objective, Step, int], object]] = {
@@ -352,8 +356,8 @@ def _compare(
     expected: _StepOutcome, outcome: _StepOutcome, step: Step, here: str, there: str, advice: str = "", *, exact: bool = False
 ) -> None:
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-9, "atol": 1e-12}
-    names = ("the gradient by the log-prob", "the gradient by the entropy")
-    pairs = [("the loss", expected.loss, outcome.loss), *zip(names, expected.gradients, outcome.gradients, strict=True)]
+    names = [f"the gradient by the {name}" for name in _INPUTS]
+    pairs = [("the loss", expected.loss, outcome.loss), *zip(names, expected.gradients, outcome.gradients, strict=False)]
     for left_metrics, right_metrics in ((expected.metrics, outcome.metrics), (expected.extrema, outcome.extrema)):
         pairs += [(f"the metric {name}", left_metrics[name], right_metrics[name]) for name in left_metrics]
     for name, left, right in pairs:
@@ -400,6 +404,7 @@ def _telling_steps(parts: int) -> Iterator[Step]:
         batch, scores = Step.random(rows, seed=seed, groups=[0, 0, 0, 1, 1, 2, 2], rewards=rewards)
         assert batch.old_logprobs_T is not None
         assert batch.reference_logprobs_T is not None
+        assert batch.teacher_logprobs_T is not None
         old = scale * batch.old_logprobs_T
         sampler = torch.where(batch.loss_mask_T, old + 6 * (batch.sampler_logprobs_T - batch.old_logprobs_T), 0.0)
         logprob = (old + spread * (scores.logprob - batch.old_logprobs_T) / 0.3).detach().requires_grad_()
@@ -409,9 +414,11 @@ def _telling_steps(parts: int) -> Iterator[Step]:
             old_logprobs_T=old,
             sampler_logprobs_T=sampler,
             reference_logprobs_T=reference,
+            teacher_logprobs_T=old + batch.teacher_logprobs_T - batch.old_logprobs_T,
             reward_parts_SK=torch.stack(components[:parts], 1),
         )
-        yield Step(changed, TokenScores(logprob, scores.entropy, scores.entropy_slope))
+        divergence = (scores.logprob - batch.reference_logprobs_T).detach().abs().requires_grad_()
+        yield Step(changed, TokenScores(logprob, scores.entropy, scores.entropy_slope, divergence=divergence))
 
 
 def _check_documented(kind: CustomKind) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective.choices import Aggregation, Clip
-from tepo_megatron.config.objective.custom import OwnAggregation
+from tepo_megatron.config.objective.custom import Need, OwnAggregation
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import EntropyBonus
-from tepo_megatron.core.objective.advantage import advantages
+from tepo_megatron.core.objective.advantage import advantages, token_advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
@@ -99,13 +99,15 @@ def _exact_mean(values_T: Tensor) -> Tensor:
     return values_T.double().mean().to(values_T.dtype)
 
 
-def _check_step(batch: Batch, *, reference: bool) -> None:
+def _check_step(batch: Batch, needs: frozenset[Need]) -> None:
     needed = {
         "advantages_S": "fill it with objective.advantages(batch)",
         "old_logprobs_T": "score it with the policy before the update",
     }
-    if reference:
+    if "reference" in needs:
         needed["reference_logprobs_T"] = "a KL term is against the reference; score it with that model"
+    if "teacher" in needs:
+        needed["teacher_logprobs_T"] = "the objective has a teacher; score it with that model"
     for name, remedy in needed.items():
         if getattr(batch, name) is None:
             raise ValueError(f"the batch has no {name}; {remedy}")
@@ -114,7 +116,7 @@ def _check_step(batch: Batch, *, reference: bool) -> None:
         raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
     if not batch.advantages_S.isfinite().all():
         raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
-    names = ("old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T")
+    names = ("old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T", "teacher_logprobs_T")
     _check_token_values({name: getattr(batch, name) for name in names}, batch)
 
 
@@ -172,6 +174,10 @@ class Objective:
     def needs_reference(self) -> bool:
         return self.config.needs_reference
 
+    @property
+    def needs_teacher(self) -> bool:
+        return "teacher" in self.config.needs
+
     def advantages(self, batch: Batch) -> Tensor:
         """Returns fp32 [S] for the whole rollout batch."""
         return advantages(self.config.advantage, batch)
@@ -184,14 +190,13 @@ class Objective:
         ``entropy_noise``: rounding noise of a token's entropy, in nats. ``clip_range``: of `next_clip_range` of the last step.
         Raises ValueError if the batch is incomplete, not finite, or without a response token.
         """
-        _check_step(batch, reference=self.config.needs_reference)
-        assert batch.advantages_S is not None
+        _check_step(batch, self.config.needs)
         assert batch.old_logprobs_T is not None
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
         denominator = _step_denominator(self.config.aggregation, lengths_S)
         logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
-        advantage_R = batch.advantages_S[index_T][mask_T]
+        advantage_R = token_advantages(self.config.advantage, batch)[mask_T]
         logprob_mean, advantage_mean = _exact_mean(logprob_R), _exact_mean(advantage_R)
         step = StepValues(
             old_logprob_R=logprob_R,
@@ -220,7 +225,7 @@ class Objective:
         ``batch`` has whole sequences. Raises ValueError if shapes differ, or, unless ``scores.checks`` notes it, a score at a
         response token is not finite.
         """
-        names = ("logprob", "entropy", "entropy_slope")
+        names = ("logprob", "entropy", "entropy_slope", "divergence")
         _check_token_values({f"scores.{name}": getattr(scores, name) for name in names}, batch, scores.checks)
         values = self.token_values(scores, batch, context)
         ratio_T, held = bounded_ratio(self.config, values)
@@ -237,8 +242,11 @@ class Objective:
         token_weight_T = _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T)
         numerator = -(token_weight_T * objective_T).sum()
         metrics, extrema = _measure(values, context.effective_samples, ratio_T, gain, weight_T, chosen_T)
-        metrics |= _measure_clip(self.config, context, values, gain)
+        metrics |= _measure_clip(self.config, context, values, gain) | _measure_teacher(scores, values)
         recorded = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": chosen_T}
+        recorded["advantage"] = values.advantage_T
+        if (divergence_T := _from_teacher(values)) is not None:
+            recorded["divergence"] = divergence_T
         if values.entropy_change_T is not None:
             recorded["entropy_change"] = values.entropy_change_T
         moves = _count_moves(self.config, values, held.log_T)
@@ -246,15 +254,16 @@ class Objective:
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
-        assert batch.advantages_S is not None
         assert batch.old_logprobs_T is not None
 
         def inside(values_T: Tensor) -> Tensor:
             """Outside the mask 0 · nan would be nan; other nans are in ``scores.checks``."""
             return torch.where(mask_T & values_T.isfinite(), values_T, 0.0)
 
-        reference_T = batch.reference_logprobs_T if self.needs_reference else None
-        advantage_T, logprob_T = inside(batch.advantages_S[index_T]), inside(scores.logprob)
+        def moved_from(other_T: Tensor | None, *, needed: bool) -> Tensor | None:
+            return logprob_T - inside(other_T) if other_T is not None and needed else None
+
+        advantage_T, logprob_T = token_advantages(self.config.advantage, batch), inside(scores.logprob)
         old_T, entropy_T = inside(batch.old_logprobs_T), inside(scores.entropy)
         slope_T = scores.entropy_slope
         return TokenValues(
@@ -265,7 +274,9 @@ class Objective:
             logprob_T=logprob_T,
             old_logprob_T=old_T,
             delta_T=logprob_T - old_T,
-            reference_delta_T=None if reference_T is None else logprob_T - inside(reference_T),
+            reference_delta_T=moved_from(batch.reference_logprobs_T, needed=self.needs_reference),
+            teacher_delta_T=moved_from(batch.teacher_logprobs_T, needed=self.needs_teacher),
+            divergence_T=None if scores.divergence is None else inside(scores.divergence),
             entropy_T=entropy_T,
             entropy_change_T=None if batch.old_entropy_T is None else entropy_T.detach() - inside(batch.old_entropy_T),
             entropy_slope_T=None if slope_T is None else inside(slope_T.detach()),
@@ -273,6 +284,10 @@ class Objective:
             covariance_T=_covariance(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
             lengths_S=sequence_sum(mask_T.to(logprob_T.dtype), index_T, batch.num_sequences),
         )
+
+
+def _over(where_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(where_T, value_T, 0.0).sum(), where_T.sum().to(value_T.dtype)
 
 
 @torch.no_grad()
@@ -283,36 +298,65 @@ def _measure(
     mask_T = values.mask_T
     kl_T = kl_estimate(values.delta_T, "k3") * values.delta_T.exp()
 
-    def over(where_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(where_T, value_T, 0.0).sum(), where_T.sum().to(value_T.dtype)
-
     metrics = {
-        "ratio/mean": over(mask_T, ratio_T),
-        "kl/mean": over(mask_T, kl_T),
-        "kl/masked": over(masked_T, kl_T),
-        "mask/fraction": over(mask_T, masked_T.to(ratio_T.dtype)),
-        "entropy/mean": over(mask_T, values.entropy_T),
-        "mismatch/kl": over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
-        "ess": over(mask_T, effective_samples.expand_as(ratio_T)),
+        "ratio/mean": _over(mask_T, ratio_T),
+        "kl/mean": _over(mask_T, kl_T),
+        "kl/masked": _over(masked_T, kl_T),
+        "mask/fraction": _over(mask_T, masked_T.to(ratio_T.dtype)),
+        "entropy/mean": _over(mask_T, values.entropy_T),
+        "mismatch/kl": _over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
+        "ess": _over(mask_T, effective_samples.expand_as(ratio_T)),
     }
     if gain.clipped_low_T is not None:
-        metrics["clip/low"] = over(mask_T, gain.clipped_low_T.to(ratio_T.dtype))
+        metrics["clip/low"] = _over(mask_T, gain.clipped_low_T.to(ratio_T.dtype))
     if gain.clipped_high_T is not None:
-        metrics["clip/high"] = over(mask_T, gain.clipped_high_T.to(ratio_T.dtype))
+        metrics["clip/high"] = _over(mask_T, gain.clipped_high_T.to(ratio_T.dtype))
     if values.entropy_change_T is not None:
-        metrics["entropy/delta"] = over(mask_T, values.entropy_change_T)
-        metrics["entropy/delta_masked"] = over(masked_T, values.entropy_change_T)
-        metrics["entropy/delta_unmasked"] = over(mask_T & ~masked_T, values.entropy_change_T)
+        metrics["entropy/delta"] = _over(mask_T, values.entropy_change_T)
+        metrics["entropy/delta_masked"] = _over(masked_T, values.entropy_change_T)
+        metrics["entropy/delta_unmasked"] = _over(mask_T & ~masked_T, values.entropy_change_T)
     if values.reference_delta_T is not None:
-        metrics["kl/reference"] = over(mask_T, kl_estimate(values.reference_delta_T, "k3"))
+        metrics["kl/reference"] = _over(mask_T, kl_estimate(values.reference_delta_T, "k3"))
     if weight_T is not None:
-        metrics["mismatch/weight"] = over(mask_T, weight_T)
-        metrics["mismatch/dropped"] = over(mask_T, (weight_T == 0).to(ratio_T.dtype))
+        metrics["mismatch/weight"] = _over(mask_T, weight_T)
+        metrics["mismatch/dropped"] = _over(mask_T, (weight_T == 0).to(ratio_T.dtype))
     extrema = {
         "ratio/min": torch.where(mask_T, ratio_T, torch.inf).amin() if mask_T.numel() else ratio_T.new_tensor(torch.inf),
         "ratio/max": torch.where(mask_T, ratio_T, -torch.inf).amax() if mask_T.numel() else ratio_T.new_tensor(-torch.inf),
     }
     return metrics, extrema
+
+
+@torch.no_grad()
+def _from_teacher(values: TokenValues) -> Tensor | None:
+    """Returns the divergence from the teacher: of whole distributions, or estimated from the sampled token."""
+    if values.divergence_T is not None:
+        return values.divergence_T.detach()
+    if values.teacher_delta_T is None:
+        return None
+    return (kl_estimate(values.teacher_delta_T, "k3") * values.delta_T.exp()).detach()
+
+
+@torch.no_grad()
+def _measure_teacher(scores: TokenScores, values: TokenValues) -> dict[str, tuple[Tensor, Tensor]]:
+    """Quarters are by place in the response."""
+    value_T, mask_T, index_T = _from_teacher(values), values.mask_T, values.index_T
+    if value_T is None:
+        return {}
+
+    before_S = values.lengths_S.cumsum(0) - values.lengths_S
+    place_T = (mask_T.cumsum(0) - 1 - before_S[index_T]) / values.lengths_S.clamp(min=1)[index_T]
+    quarters = [_over(mask_T & ((4 * place_T).floor() == number), value_T) for number in range(4)]
+    metrics = {
+        "distill/divergence": _over(mask_T, value_T),
+        "distill/divergence_q1": quarters[0],
+        "distill/divergence_q2": quarters[1],
+        "distill/divergence_q3": quarters[2],
+        "distill/divergence_q4": quarters[3],
+    }
+    if scores.agreement is not None:
+        metrics["distill/agreement"] = _over(mask_T, scores.agreement.to(value_T.dtype))
+    return metrics
 
 
 @torch.no_grad()

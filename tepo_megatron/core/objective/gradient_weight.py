@@ -56,8 +56,10 @@ def _push(config: ObjectiveConfig, log_ratios_N: Tensor, sign: float, fall: floa
         old_logprobs_T=old_N,
         old_entropy_T=entropy_N,
         reference_logprobs_T=old_N,
+        teacher_logprobs_T=old_N + sign,
     )
     objective = build_objective(config)
     logprob_N = (old_N + log_ratios_N).requires_grad_()
-    output = objective(TokenScores(logprob_N, entropy_N - fall), batch, objective.prepare(batch))
+    scores = TokenScores(logprob_N, entropy_N - fall, divergence=torch.zeros_like(old_N))
+    output = objective(scores, batch, objective.prepare(batch))
     return -torch.autograd.grad(output.numerator, logprob_N, materialize_grads=True)[0]

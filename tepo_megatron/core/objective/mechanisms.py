@@ -13,7 +13,16 @@ from torch import Tensor
 from tepo_megatron.config.objective.choices import ClipCov, TrustRegion
 from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.objective.terms import KL, KLCov, KLMask, KLTerm, OffPolicySequenceMask, Rejection, SecondMomentMask
+from tepo_megatron.config.objective.terms import (
+    KL,
+    Distill,
+    KLCov,
+    KLMask,
+    KLTerm,
+    OffPolicySequenceMask,
+    Rejection,
+    SecondMomentMask,
+)
 from tepo_megatron.core.objective.ratio import over_sequence
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 
@@ -40,7 +49,8 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
 
 def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     """``importance``: tokens are drawn from π_old, so exp(δ) has a gradient (docs/reference/tepo.md, equation 8)."""
-    difference_T = values.delta_T if term.against == "old" else values.reference_delta_T
+    by_name = {"old": values.delta_T, "reference": values.reference_delta_T, "teacher": values.teacher_delta_T}
+    difference_T = by_name[term.against]
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
     return term.coefficient * (value_T * values.delta_T.exp() if term.weight == "importance" else value_T)
@@ -48,6 +58,21 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
 
 def _kl(term: KL, _: StepValues) -> _Mechanism:
     return _Mechanism(lambda values: None, partial(_kl_penalty, term))
+
+
+def _distill(term: Distill, _: StepValues) -> _Mechanism:
+    if term.of == "sampled":
+        return _Mechanism(lambda values: None, partial(_kl_penalty, KL(coefficient=term.coefficient, **_SAMPLED)))
+
+    def penalty(values: TokenValues) -> Tensor:
+        if values.divergence_T is None:
+            raise ValueError("objective.distill.of = 'all' needs scores.divergence; score with the teacher's logits")
+        return term.coefficient * values.divergence_T
+
+    return _Mechanism(lambda values: None, penalty)
+
+
+_SAMPLED: Mapping[str, Any] = {"against": "teacher", "estimator": "k3", "weight": "importance"}
 
 
 def _kl_cov(term: KLCov, step: StepValues) -> _Mechanism:
@@ -165,6 +190,7 @@ MECHANISMS: Mapping[str, Callable[[Any, StepValues], _Mechanism | None]] = {
     "m2po": _m2po,
     "mask": _custom_mask,
     "penalty": _custom_penalty,
+    "distill": _distill,
 }
 """By field of the objective, whose section is the argument; no collective. Penalties add in this order: append new ones."""
 

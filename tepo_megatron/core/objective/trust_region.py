@@ -35,7 +35,7 @@ def _clipped(
         # where A < 0 the minimum has no bound: a ratio of 100 would count a hundredfold
         negative_T = advantage_T < 0
         above_T = above_T | (negative_T & (ratio_T > dual))
-        value_T = torch.where(negative_T, torch.maximum(value_T, dual * advantage_T), value_T)
+        value_T = torch.where(negative_T, torch.maximum(value_T, dual * advantage_T.to(ratio_T.dtype)), value_T)
     return Surrogate(value_T, (ratio_T < least) & (advantage_T < 0), above_T)
 
 

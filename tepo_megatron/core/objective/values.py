@@ -45,6 +45,10 @@ class TokenValues:
     """log π_θ − log π_old."""
     reference_delta_T: Tensor | None
     """log π_θ − log π_ref."""
+    teacher_delta_T: Tensor | None
+    """log π_θ − log π_teacher."""
+    divergence_T: Tensor | None
+    """See `TokenScores`."""
     entropy_T: Tensor
     """Of the full distribution, in nats."""
     entropy_change_T: Tensor | None

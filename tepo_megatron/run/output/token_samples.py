@@ -53,7 +53,16 @@ def token_samples(
     )
 
 
-_OF_THE_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio", "masked")
+_OF_THE_TRAINER = (
+    "logprob_trainer",
+    "logprob_update",
+    "entropy",
+    "entropy_change",
+    "advantage",
+    "ratio",
+    "divergence",
+    "masked",
+)
 
 
 def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, _Values]]:

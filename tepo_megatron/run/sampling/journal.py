@@ -26,7 +26,7 @@ from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
-from tepo_megatron.trainer.run_compatibility import source_verifiers
+from tepo_megatron.trainer.run_compatibility import served_teachers, source_verifiers
 
 MAX_BYTES = 2**30  # without the newest entry; the oldest entries are removed first
 
@@ -79,6 +79,8 @@ class Journal:
             decides["end"] = list(self._end_ids)
         if verifiers := source_verifiers(self._config):
             decides["verifiers"] = verifiers
+        if served := served_teachers(self._config):
+            decides["teachers"] = served
         if rollout.collect is not None:
             decides["collect"] = rollout.collect
         if rollout.filter_groups is not None or rollout.oversample > 1:
@@ -176,7 +178,9 @@ class GroupStore:
             group.samples[rollout.group] = rollout
             if rollout.reward is not None:  # others have no answer of a verifier yet, or only an error
                 group.asked.add(rollout.group)
-                group.results[rollout.group] = RewardResult(rollout.reward, parts=rollout.reward_parts)
+                group.results[rollout.group] = RewardResult(
+                    rollout.reward, parts=rollout.reward_parts, teacher_logprobs=rollout.teacher_logprobs
+                )
 
     def keep_only(self, numbers: Collection[int]) -> None:
         for number in self._numbers - set(numbers):

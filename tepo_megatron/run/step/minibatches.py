@@ -6,6 +6,7 @@ from hashlib import blake2b
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from tepo_megatron.config import LogConfig
 from tepo_megatron.core.problem import Problem
@@ -92,8 +93,12 @@ def _rollout_figures(batch: Batch) -> dict[str, float]:
     return figures
 
 
-def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:
-    """Each source's share of the groups, and mean reward. Empty for a single unnamed source."""
+def source_figures(
+    rollouts: Sequence[Rollout], problems: Mapping[str, Problem], parts: Sequence[Batch] = ()
+) -> dict[str, float]:
+    """Each source's share of the groups, mean reward, and divergence from its teacher before the step (k3). Empty for a single
+    unnamed source.
+    """
     names = sorted({problem.source for problem in problems.values()} - {""})
     source_of = {
         rollout.problem_id: problems[rollout.problem_id].source for rollout in rollouts if rollout.problem_id in problems
@@ -104,4 +109,16 @@ def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem])
         rewards = [r.reward for r in rollouts if source_of.get(r.problem_id) == name and r.reward is not None]
         figures[f"source/{name}/share"] = list(groups.values()).count(name) / len(groups) if groups else 0.0
         figures |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+        values = [_from_teacher(part, [group for group, source in groups.items() if source == name]) for part in parts]
+        judged = torch.cat([torch.zeros(0), *(value_R for value_R in values if value_R is not None)])
+        figures |= {f"source/{name}/divergence": float(judged.mean())} if judged.numel() else {}
     return figures
+
+
+def _from_teacher(part: Batch, groups: Sequence[int]) -> Tensor | None:
+    """Returns k3 estimates of KL(π_old‖π_teacher) at the groups' tokens."""
+    if part.teacher_logprobs_T is None or part.old_logprobs_T is None:
+        return None
+    chosen_S = torch.isin(part.groups_S, torch.tensor(groups, device=part.groups_S.device))
+    behind_R = (part.teacher_logprobs_T - part.old_logprobs_T)[part.loss_mask_T & chosen_S[part.sequence_index_T]]
+    return (behind_R.expm1() - behind_R).cpu()

@@ -53,6 +53,18 @@ class Placement:
         return self.machine.local_ranks if self.on_gpus and self.server.placement != "colocated" else 0
 
     @property
+    def teacher_gpus(self) -> dict[str, int]:
+        """The first GPU of each served teacher's servers: those after the trainer's and the rollout servers'."""
+        first = self.machine.local_ranks + (self.workers if self.server.placement == "local" else 0) if self.on_gpus else 0
+        result = {}
+        for name, teacher in self.config.teachers.items():
+            if teacher.place == "server":
+                result[name] = first
+                local = teacher.served.placement == "local" and self.on_gpus
+                first += teacher.served.tp * teacher.served.count if local else 0
+        return result
+
+    @property
     def shared_gpus(self) -> dict[int, int]:
         """Worker, numbered over all servers → trainer's rank on its GPU."""
         return {worker: worker for worker in range(self.workers)} if self.server.placement == "colocated" else {}
@@ -94,6 +106,14 @@ class Placement:
             raise ValueError(f"{transport}, but torch {torch.__version__} has no NCCL; install a CUDA build, or set it to gloo")
         if server.placement == "colocated":
             self._check_colocated()
+        for name, first in self.teacher_gpus.items():
+            served = self.config.teachers[name].served
+            last = first + served.tp * served.count
+            if self.on_gpus and served.placement == "local" and last > machine.gpus:
+                raise ValueError(
+                    f"teachers.{name} is served on GPUs {first} to {last - 1}, and this machine has {machine.gpus}; serve it "
+                    f"elsewhere (teachers.{name}.server.placement = external), or set place = ranks"
+                )
         needed = machine.local_ranks + self.workers
         if server.placement == "local" and self.on_gpus and needed > machine.gpus:
             raise ValueError(

@@ -67,6 +67,29 @@ class Fleet(ServerPool, Sampler):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         return self._ask_all(lambda client: client.prompt_logprobs(prompt))
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        for faults in count(1):
+            clients = dict(enumerate(self._clients))
+            with self._counting:
+                index = min(clients.keys() - self._away, key=lambda index: self._scoring[index], default=None)
+                if index is None:
+                    raise ServerDied("no server is left to score responses")
+                self._scoring[index] += 1
+            client = clients[index]
+            try:
+                return client.prompt_logprobs(tokens)
+            except ServerFault as error:
+                gone = isinstance(error, ServerSilent | ServerGone) or not self.is_healthy(index)
+                if gone or faults > self.config.max_retries:
+                    self.lose(index, client, error)
+                else:
+                    self._blame(error)
+                self.count_retried(1)
+            finally:
+                with self._counting:
+                    self._scoring[index] -= 1
+        raise AssertionError("unreachable")
+
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         version = self._version
         if version is None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import resource
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ class ServerPool:
         self._servers: Sequence[Server | ExternalServer]
         if config.placement == "external":
             config = with_local_address(config)
-        registry = config.registry if config.placement == "external" else registry_for_ranks()
+        beside_ranks = None if options.get("with_ranks") else registry_for_ranks()
+        registry = config.registry if config.placement == "external" else beside_ranks
         if registry is not None:
             self._key = shared_key(registry)
             logs = [options["log_dir"] / f"server-{index}.log" for index in range(config.count)]
@@ -69,6 +71,7 @@ class ServerPool:
         self.updating = False
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
+        self._counting, self._scoring = threading.Lock(), Counter[int]()  # responses that a server scores
 
     @property
     def _sleeps(self) -> bool:

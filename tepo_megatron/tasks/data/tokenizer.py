@@ -105,6 +105,14 @@ class Tokenizer(ABC):
                 run.append(int(token))
         return text + self.decode(run)
 
+    def first_difference(self, other: Tokenizer) -> tuple[int, str, str] | None:
+        """Returns the first id with another name in ``other``, and both names."""
+        for token in range(self.vocab_size):
+            names = self._name(token), other._name(token) if token < other.vocab_size else "nothing"
+            if names[0] != names[1]:
+                return token, *names
+        return None
+
     def piece(self, token: int) -> str:
         """As ``show`` for one id; bytes of incomplete characters are ``⟨xx⟩``."""
         if token in self._special or not self._is_known(token):

@@ -337,7 +337,7 @@ def _output(folder: Path, random: Hostile) -> None:
 def _token_values() -> bytes:
     kinds = {
         "i4": "prompt group update ids version",
-        "f4": "reward logprob_sampler logprob_trainer logprob_update entropy entropy_change advantage ratio",
+        "f4": "reward logprob_sampler logprob_trainer logprob_update entropy entropy_change advantage ratio divergence",
         "?": "truncated loss_mask masked",
     }
     arrays: dict[str, Any] = {name: np.zeros(1, kind) for kind, names in kinds.items() for name in names.split()}

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.runtime.proc import Process
+from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tools.faults.processes import wait_gone
-from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, differences, undisturbed
+from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences, undisturbed
 
 _WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Longest delays from a phase's start to the fault."""
@@ -83,6 +84,54 @@ class _Restarts(_LiveFaults):
     overrides = ("train.max_restarts=1000",)
     cases = tuple((rank, phase) for phase in PHASES for rank in ("rank 0", "rank 1"))
     whole, quick = len(cases), 1
+
+
+class _TeacherKills(FaultClass):
+    """Bits depend on which responses a server scores at once, so only losses are looked for."""
+
+    name = "teachers"
+    title = "kill −9 of a served teacher's processes in any phase, live"
+    whole, quick = len(PHASES), 1
+    settings: ClassVar[tuple[str, ...]] = (
+        "teachers.judge={path: 'builtin:tiny', place: server}",
+        "teachers.judge.server={max_restarts: 1000, start_timeout_s: 1800, extra_args: ['--num-gpu-blocks-override=256']}",
+        "objective.distill.coefficient=0.5",
+    )
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        phase, run = PHASES[number % len(PHASES)], LiveRun(self.new_folder(number), 5, self.settings)
+        try:
+            run.start()
+            run.wait_for_row(1)
+            run.reach(phase)
+            time.sleep(rng.uniform(0, _WITHIN_S[phase]))
+            victim = rng.choice([pid for pid in run.pids if "teacher-judge" in Process.output_path(pid)])
+            step, start = run.last_step + 2, time.monotonic()
+            name = f"SIGKILL to {Process.command_line(victim).split()[0]} of the teacher in {phase}"
+            os.kill(victim, signal.SIGKILL)
+            lost, message = run.continue_to(step)
+            seconds = time.monotonic() - start
+            lost = lost or (message and f"the run ended: {message}") or ("" if run.wait_end() == 0 else run.said())
+            records = [read_rollouts(run.out / "rollouts", index) for index in range(run.steps)] if not lost else []
+            unjudged = sum(rollout.teacher_logprobs is None for record in records for rollout in record)
+            lost = lost or (unjudged and f"{unjudged} responses were not judged") or ""
+        except (TimeoutError, ValueError, RuntimeError) as error:
+            return FaultOutcome(f"SIGKILL to the teacher in {phase}", "lost", f"{error}; the run said: {run.said()}")
+        finally:
+            run.stop()
+        return FaultOutcome(name, "lost" if lost else "survived", lost, None if lost else seconds)
+
+
+HANGS = (
+    ("reward worker", "reward"),
+    ("engine core", "rollout"),
+    ("vLLM worker", "sync"),
+    ("rank 1", "update"),
+    ("vLLM worker", "rollout"),
+    ("engine core", "sync"),
+    ("rank 1", "score"),
+    ("reward worker", "rollout"),
+)
 
 
 class _Hangs(_LiveFaults):
@@ -168,4 +217,5 @@ class _CheckpointDamage(FaultClass):
 
 
 LIVE: tuple[type[_LiveFaults], ...] = (_Kills, _Hangs, _Restarts)
+SERVED: tuple[type[FaultClass], ...] = (_TeacherKills,)
 REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage,)

@@ -118,6 +118,7 @@ COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
     "entropy_change": lambda samples: samples.entropy_change,
     "advantage": lambda samples: samples.advantage,
     "ratio": lambda samples: samples.ratio - 1,
+    "divergence": lambda samples: samples.divergence,
     "token_ratio": lambda samples: np.expm1(samples.logprob_update - samples.logprob_trainer),
 }  # float32 [T] per file; ratios minus 1, which rounding would blur
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from tepo_megatron.trainer.protocol import Trainer
 
 
-def make_trainer(config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat) -> Trainer:
+def make_trainer(
+    config: RunConfig, model_dir: Path, *, teachers: Mapping[str, Path], shares_gpus: bool, heartbeat: Heartbeat
+) -> Trainer:
     from tepo_megatron.trainer.megatron.engine import Engine
 
-    return Engine(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)
+    return Engine(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)

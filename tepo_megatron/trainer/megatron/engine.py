@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -34,8 +35,9 @@ from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
 from tepo_megatron.trainer.megatron.policy.checkpoints import Counters, MegatronCheckpoints
 from tepo_megatron.trainer.megatron.policy.offload import Offloader, Part
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
+from tepo_megatron.trainer.megatron.teachers import Teachers
 from tepo_megatron.trainer.megatron.update import StepObjective, update
-from tepo_megatron.trainer.packing import check_recorded, pack
+from tepo_megatron.trainer.packing import check_judged, check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
 from tepo_megatron.weights.architecture import read_model_spec
@@ -51,10 +53,11 @@ class Engine:
         model_dir: Path,
         objective: StepObjective | None = None,
         *,
+        teachers: Mapping[str, Path] = MappingProxyType({}),
         shares_gpus: bool = False,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """``objective`` replaces the config's."""
+        """``objective`` replaces the config's. ``teachers``: folders of those on the trainer's ranks."""
         self.heartbeat = heartbeat or Heartbeat()
         self.model_dir = model_dir
         self.spec = read_model_spec(model_dir)
@@ -65,7 +68,8 @@ class Engine:
         self.config = config = config.with_dtype(config.dtype(self.platform.kind == "cuda"))
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
         self.layers = choose_layers(config.engine, self.platform)
-        check_config(config, self.spec, on_gpu=self.platform.kind == "cuda")
+        specs = {name: read_model_spec(folder) for name, folder in teachers.items()}
+        check_config(config, self.spec, on_gpu=self.platform.kind == "cuda", teachers=specs)
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = platform.collective_timeout(config)
         self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
@@ -104,13 +108,7 @@ class Engine:
             self.broadcast_from_root,
             self.heartbeat,
         )
-        needs_reference = self.objective.needs_reference
-        # with adapters, the policy without them is the reference
-        self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
-        self.reference_digest: str | None = None
-        if needs_reference:
-            params = self.policy.params if self.reference is None else named_weights(self.reference)
-            self.reference_digest = self.weights.digest(plain_weights(params))
+        self._build_frozen(builder, teachers)
         self.counters = Counters()
         self._unscored: list[str] = []
         self._moves: list[Tensor] = []
@@ -124,16 +122,34 @@ class Engine:
         self.offloader: Offloader | None = None
         if shares_gpus:
             barrier = partial(dist.barrier, self.host_group)
-            self.offloader = Offloader(self.policy, self.platform.device, barrier, self.reference or ())
+            frozen = [*(self.reference or ()), *(self.teachers.chunks if self.teachers is not None else ())]
+            self.offloader = Offloader(self.policy, self.platform.device, barrier, frozen)
 
-    def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
+    def _build_frozen(self, builder: PolicyBuilder, teachers: Mapping[str, Path]) -> None:
+        """Builds the reference and the teachers."""
+        needs_reference = self.objective.needs_reference
+        # with adapters, the policy without them is the reference
+        self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
+        self.reference_digest: str | None = None
+        if needs_reference:
+            params = self.policy.params if self.reference is None else named_weights(self.reference)
+            self.reference_digest = self.weights.digest(plain_weights(params))
+        self.teachers: Teachers | None = None
+        if teachers:
+            self.teachers = Teachers(self.config, teachers, self.forward, self.layers)
+            heads, divergence = self.teachers.heads, self.teachers.divergence
+            self.forward = replace(self.forward, teacher_heads=heads, divergence=divergence)
+
+    def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         self._unscored.clear()
         rollout = self.config.rollout
         replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
         packed = None
         if rollouts is not None:
+            check_judged(rollouts, teachers, self.config.teachers)
             check_recorded(rollouts, routes_of=self.spec if replays else None, sampling_masks=truncates)
             packed = pack(rollouts, mask_truncated=rollout.truncated == "mask", routes=replays, sampling_masks=truncates)
+            packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
         batch = broadcast(packed, self.platform.device)
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # not read again
 
@@ -145,9 +161,12 @@ class Engine:
             batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy, expert_load_LE=load_LE)
             if self.objective.needs_reference:
                 batch = batch.with_(reference_logprobs_T=self._score_by_reference(batch))
+            if self.teachers is not None:
+                batch = self.teachers.score(batch, self.forward.micro_batches(batch))
         except NotFiniteError as error:
             self._unscored.append(str(error))
             names = ["old_logprobs_T", "old_entropy_T", *(["reference_logprobs_T"] if self.objective.needs_reference else [])]
+            names += ["teacher_logprobs_T"] if self.teachers is not None else []
             batch = batch.with_(**dict.fromkeys(names, torch.full_like(batch.sampler_logprobs_T, torch.nan)))
         return batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tepo_megatron.config import EngineConfig
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy, noise_quantiles, rerounded
-from tepo_megatron.core.types import Batch, Checks, TokenScores
+from tepo_megatron.core.scores.shard import all_gather
+from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, TeacherLogits, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
@@ -45,6 +46,22 @@ class _Stages(P2PCommunicator):  # type: ignore[misc] # Megatron has no types
         return super()._communicate(recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape, **sends)
 
 
+class _Part(NamedTuple):
+    """A micro-batch's share, and by teacher (one entry without): its tokens, their number, and the teacher's states."""
+
+    share: Share
+    masks: Sequence[Tensor]
+    counts: Sequence[int]
+    states: Sequence[Tensor]
+
+
+def _disjoint_sum(scores: Sequence[TokenScores]) -> TokenScores:
+    """Of calls that score different tokens of the same logits."""
+    present = {name: value for name, value in vars(scores[0]).items() if isinstance(value, Tensor)}
+    sums = {name: torch.stack([getattr(part, name) for part in scores]).sum(0) for name in present}
+    return TokenScores(**{name: total.to(present[name].dtype) for name, total in sums.items()}, checks=scores[0].checks)
+
+
 @dataclass(frozen=True)
 class Forward:
     engine: EngineConfig
@@ -56,6 +73,9 @@ class Forward:
     on_progress: Callable[[], None]
     entropy_slope: bool
     routers: Routers | None
+    teacher_heads: Sequence[Tensor] = ()  # [V/tp, G], on the last stage
+    divergence: Divergence | None = None  # of training: from ``Batch.teacher_states``
+    keeps_outputs: bool = False  # as "output", in host memory
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         parts = partition(
@@ -90,12 +110,16 @@ class Forward:
             sizes = most.tolist()
         members = [batch.select(sequences, offsets) for sequences in micro_batches]
         shares = [cut(*micro, self.ranks) for micro in zip(members, lengths, sizes, strict=True)]
-        scored = torch.stack([share.mask_t.sum() for share in shares]).tolist()
+        compares = train and self.divergence is not None
+        masks = [share.masks(max(1, len(self.teacher_heads)) if compares else 1) for share in shares]
+        counts = torch.stack([torch.stack([mask_t.sum() for mask_t in of_share]) for of_share in masks]).tolist()
+        states = batch.teacher_states if compares and batch.teacher_states is not None else [()] * len(shares)
+        parts = [_Part(*part) for part in zip(shares, masks, counts, states or [()] * len(shares), strict=True)]
         with self.platform.megatron():
             results: list[dict[str, Any]] = get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
                 # every chunk asks for each micro-batch
-                data_iterator=[enumerate(zip(shares, scored, strict=True)) for _ in chunks],
+                data_iterator=[enumerate(parts) for _ in chunks],
                 model=list(chunks),
                 num_microbatches=len(shares),
                 # for Megatron a packed micro-batch is one sequence over all context-parallel ranks
@@ -124,9 +148,10 @@ class Forward:
         return {"p2p_communicator": stages, "pg_collection": groups}
 
     def _step(
-        self, numbered: tuple[int, tuple[Share, int]], model: torch.nn.Module, loss: _LossFunction, *, train: bool
+        self, numbered: tuple[int, _Part], model: torch.nn.Module, loss: _LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-        number, (share, scored) = numbered
+        number, part = numbered
+        share = part.share
         self.on_progress()
         routed: AbstractContextManager[None] = nullcontext()
         if self.routers is not None:
@@ -136,39 +161,60 @@ class Forward:
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
-                scores = share.gather(self._local_scores(output.squeeze(0), fused_head(model), share, scored, train=train))
+                scores = share.gather(self._local_scores(output.squeeze(0), fused_head(model), part, train=train))
                 value, values = loss(scores, share.micro)
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (update.py)
-            return value, torch.zeros((), dtype=torch.int, device=value.device), {**values, "checks": scores.checks}
+            values = {**values, "checks": scores.checks}
+            if self.keeps_outputs:
+                values["output"] = output.squeeze(0).to("cpu", non_blocking=True)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), values
 
         return output, reduce
 
-    def _local_scores(
-        self, output: Tensor, head: tuple[Tensor, bool] | None, share: Share, scored: int, *, train: bool
-    ) -> TokenScores:
+    def _local_scores(self, output: Tensor, head: tuple[Tensor, bool] | None, part: _Part, *, train: bool) -> TokenScores:
         """``output``: logits [t, V/tp], or hidden states [t, H] with a fused head."""
+        share = part.share
         options: dict[str, Any] = {
             "tp_group": self.ranks.tp_group,
             "temperature": self.temperature,
             "vocab_size": self.spec.vocab_size,
-            "mask_T": share.mask_t,
             "entropy_slope": train and self.entropy_slope,
             "kept_TK": share.kept_tK,
-            "scored": scored,
             "checks": Checks(),
             "backend": self.engine.score_backend,
         }
-        if head is None:  # nothing reads the logits after the loss
-            return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
-        return fused_linear_logprob_and_entropy(
-            output, head[0], share.labels_t, sequence_parallel=head[1], gradient_accumulation_fusion=True, **options
-        )
+        scores = []
+        for number, (mask_t, scored) in enumerate(zip(part.masks, part.counts, strict=True)):
+            options |= {"mask_T": mask_t, "scored": scored}
+            if part.states:
+                options["teacher"] = self._teacher(number, part.states[number].to(output), fused=head is not None)
+            if head is None:  # nothing reads the logits after the loss
+                alone = len(part.masks) == 1
+                scores.append(logprob_and_entropy(output, share.labels_t, inplace_backward=alone, **options))
+            else:
+                options |= {"sequence_parallel": head[1], "gradient_accumulation_fusion": True}
+                scores.append(fused_linear_logprob_and_entropy(output, head[0], share.labels_t, **options))
+        return scores[0] if len(scores) == 1 else _disjoint_sum(scores)
+
+    def _teacher(self, number: int, hidden_tG: Tensor, *, fused: bool) -> TeacherHead | TeacherLogits:
+        assert self.divergence is not None
+        weight_VpG = self.teacher_heads[number]
+        if fused:
+            return TeacherHead(hidden_tG, weight_VpG, self.divergence)
+        if self.engine.parallel.sequence_parallel and self.ranks.tp_group is not None:
+            hidden_tG = all_gather(hidden_tG, self.ranks.tp_group)
+        return TeacherLogits(hidden_tG @ weight_VpG.t(), self.divergence)
 
     def score(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
         """Returns float32, detached, 0 outside the mask. Every rank calls; all raise the same NotFiniteError."""
-        micro_batches = self.micro_batches(batch)
+        return self.score_parts(chunks, batch, self.micro_batches(batch))[0]
+
+    def score_parts(
+        self, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: Sequence[Sequence[int]]
+    ) -> tuple[TokenScores, list[Tensor]]:
+        """As ``score``, with the outputs of ``keeps_outputs``."""
 
         def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
             return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
@@ -185,7 +231,8 @@ class Forward:
             raise NotFiniteError(f"rank {first}: {reason}")
         offsets = batch.cu_seqlens.tolist()
         places = [batch.token_index(sequences, offsets) for sequences in micro_batches]
-        return TokenScores(*self.on_every_rank(places, [micro["scores"] for micro in results], (2, batch.num_tokens)))
+        scores = TokenScores(*self.on_every_rank(places, [micro["scores"] for micro in results], (2, batch.num_tokens)))
+        return scores, [micro["output"] for micro in results if self.keeps_outputs]
 
     def measure_noise(self, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
         """Returns `noise_quantiles` of a few sequences in the same micro-batches before and after `rerounded`.

@@ -6,13 +6,13 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from tepo_megatron.config import OptimizerConfig, RunConfig
 from tepo_megatron.versions import TE_RANGE, installed_version
@@ -133,12 +133,30 @@ def _gpu_capability() -> tuple[int, int] | None:
     return None if failed else (major.value, minor.value)
 
 
-def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
-    """Raises ValueError for what this trainer cannot train."""
+def check_config(
+    config: RunConfig, spec: ModelSpec, *, on_gpu: bool, teachers: Mapping[str, ModelSpec] = MappingProxyType({})
+) -> None:
+    """Raises ValueError for what this trainer cannot train. ``teachers``: those on its ranks."""
+    for name, teacher in teachers.items():
+        _check_teacher(name, teacher, spec, config)
     check_trainer_split(spec, config.engine.parallel)
     spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
     spec.check_balance(config.engine.moe_balance.kind)
     _check_states(config.optimizer, on_gpu=on_gpu)
+
+
+def _check_teacher(name: str, teacher: ModelSpec, student: ModelSpec, config: RunConfig) -> None:
+    try:
+        check_trainer_split(teacher, config.engine.parallel.even)
+    except ValueError as error:
+        raise ValueError(
+            f"teachers.{name} is split as the policy is: {error}; or set teachers.{name}.place = server"
+        ) from error
+    if "divergence" in config.objective.needs and teacher.vocab_size != student.vocab_size:
+        raise ValueError(
+            f"teachers.{name} has {teacher.vocab_size} logits and the policy {student.vocab_size}, which "
+            "objective.distill.of = all compares one by one; set of = sampled, or take another teacher"
+        )
 
 
 def _check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:

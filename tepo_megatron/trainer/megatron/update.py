@@ -173,7 +173,14 @@ def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]])
     }
 
 
-_TOKEN_VALUES = ("logprob_update", "entropy_change", "ratio", "masked")  # stages without a loss need them too
+_TOKEN_VALUES = (
+    "logprob_update",
+    "entropy_change",
+    "advantage",
+    "ratio",
+    "divergence",
+    "masked",
+)  # stages without a loss need them too
 
 _KEPT = "token_values"
 

@@ -32,6 +32,8 @@ rollout:
   filter_groups: {filters: ["code/own.py:group"]}
   sampling: {stop: ["kept.py:as_written"]}
   server: {registry: a/servers, placement: external, speculative: {draft_model: a/draft}}
+teachers:
+  template: {path: a/teacher, server: {registry: a/judges, placement: external, speculative: {draft_model: a/judge}}}
 environment: {name: "code/own.py:play", agent: {key_file: a/agents}, key_file: a/key}
 evaluate: {sets: {template: {path: a/set.jsonl}, kwargs: {path: a/kwargs.jsonl, verifier: "code/own.py:score"}}}
 train: {callbacks: ["code/own.py:Watch"], resume_from: a/checkpoints/step_000010}

@@ -76,6 +76,7 @@ def test_there_are_as_many_faults_as_were_promised_and_no_two_kills_are_the_same
     promised = {"kills": 16, "hangs": 8, "damage": 12, "disks": 5, "strangers": 22, "configs": 200, "answers": 60}
     promised |= {
         "restarts": 14,
+        "teachers": 7,
         "stops": 21,
         "records": 19,
         "journals": 5,

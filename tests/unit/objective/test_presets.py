@@ -17,7 +17,7 @@ from tepo_megatron.core.objective.ratio import sequence_sum
 from tepo_megatron.core.types import Checks, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tests.support.host_waits import HostWaits
-from tests.support.objective_batches import assert_same, make_batch, masks, plain_step, whole
+from tests.support.objective_batches import assert_same, doubles, make_batch, masks, plain_step, whole
 
 
 def _pad(values, batch):
@@ -35,6 +35,7 @@ class _Dense:
         self.dH = (_pad(scores.entropy, batch) - _pad(batch.old_entropy_T, batch)).detach()
         self.mismatch = (self.old - _pad(batch.sampler_logprobs_T, batch)) * self.m
         self.A = advantages.double().unsqueeze(1).expand_as(self.m)
+        self.teacher_advantage = (_pad(batch.teacher_logprobs_T, batch) - self.old) * self.m
         self.T = self.m.sum(1)
         self.S = (self.T > 0).sum()
         self.s = (self.delta.sum(1) / self.T.clamp(min=1)).exp().unsqueeze(1).expand_as(self.m)
@@ -119,7 +120,13 @@ def _ppo(d):
     return d.token_mean(d.clip(d.delta.exp(), 0.2, 0.2))
 
 
+def _on_policy_distill(d):
+    d.A = d.teacher_advantage
+    return _ppo(d)
+
+
 FORMULAS = {
+    "on_policy_distill": _on_policy_distill,
     **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), _ppo),  # advantages: test_advantage.py
     "tepo": _tepo,
     "tepo_markov": lambda d: d.token_mean(d.clip(d.s_token, 3e-4, 4e-4)),
@@ -152,7 +159,7 @@ FORMULAS = {
 def test_loss_and_gradient_are_the_formula(preset, rows, seed, spread):
     batch, scores = make_batch(rows, seed=seed, spread=spread)
     objective = build_objective(ObjectiveConfig(preset=preset))
-    loss, (gradient, _), *_ = whole(objective, batch, scores)
+    loss, (gradient, *_), *_ = whole(objective, batch, scores)
     expected = FORMULAS[preset](_Dense(batch, scores, objective.advantages(batch)))
     (expected_gradient,) = torch.autograd.grad(expected, scores.logprob, materialize_grads=True)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
@@ -188,6 +195,7 @@ def _two_sequences():
     ratios = torch.tensor([1.1, 1.3, 0.7], dtype=torch.float64)
     old = torch.tensor([0.5, 0.2, 0.4], dtype=torch.float64).log()
     batch, scores = plain_step([2, 1], [1.0, -1.0], old + ratios.log(), old, labels=torch.arange(3))
+    batch = batch.with_(teacher_logprobs_T=old + doubles(0.5, -1.0, 2.0))
     return batch, TokenScores(scores.logprob, torch.tensor([0.9, 1.1, 0.9], dtype=torch.float64))
 
 
@@ -217,6 +225,8 @@ HAND = {
     # p moves by 0.05, 0.06, −0.12, and the binary KLs are 0.0050, 0.0099, 0.0333: all tokens count, as for CISPO
     "dppo_tv": (0.657621 + 1.751196 - 0.891076) / 3,
     "dppo_kl": (0.657621 + 1.751196 - 0.891076) / 3,
+    # advantages 0.5, −1, 2 (see _two_sequences): 0.55 − max(1.3, 0.8) + 2 · 0.7
+    "on_policy_distill": -(0.55 - 1.3 + 1.4) / 3,
     # the ratio of the token with A < 0 is below 3
     "two_sided_clip": -((1.1 + 1.2) / 2 - 0.8) / 2,
     "dr_grpo": -(1.1 + 1.2 - 0.8) / 2048,
@@ -274,8 +284,8 @@ def test_clip_cov_takes_the_gradient_of_some_candidates_and_nothing_else(rows, s
     batch, scores = make_batch(rows, seed=seed)
     clip_cov = build_objective(ObjectiveConfig(preset="clip_cov", trust_region=region))
     plain = build_objective(ObjectiveConfig(preset="dapo", trust_region={"high": 0.2}))
-    loss, (gradient, _), metrics, _ = whole(clip_cov, batch, scores)
-    plain_loss, (plain_gradient, _), *_ = whole(plain, batch, scores)
+    loss, (gradient, *_), metrics, _ = whole(clip_cov, batch, scores)
+    plain_loss, (plain_gradient, *_), *_ = whole(plain, batch, scores)
     torch.testing.assert_close(loss, plain_loss)
     dense = _Dense(batch, scores, clip_cov.advantages(batch))
     assume(not_at_a_bound(dense, 0.0, 5.0))
@@ -336,11 +346,11 @@ def test_loss_and_gradient_are_finite(preset, data):
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert all(value.isfinite().all() for value in (*metrics.values(), *extrema.values()))
     nothing = (~batch.loss_mask_T) | (batch.advantages_S[batch.sequence_index_T] == 0)
-    if ObjectiveConfig(preset=preset).kl_cov is None:
+    if ObjectiveConfig(preset=preset).kl_cov is None and preset != "on_policy_distill":  # whose advantages are the teacher's
         assert (gradients[0][nothing] == 0).all()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"on_policy_distill"}))
 def test_equal_rewards_teach_nothing(preset):
     """Advantages of exactly 0, and so no gradient, whatever the level of the rewards."""
     batch, scores = make_batch(ROWS, rewards=[0.1, 0.1, 0.1, 0.7, 0.7, 0.7], groups=[0, 0, 0, 1, 1, 1])
@@ -353,6 +363,9 @@ def test_equal_rewards_teach_nothing(preset):
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in PRESETS},
     "tepo, covariance mask": {"kl_mask": {"falling": "covariance", "against": "reference"}},
+    "tepo, mask against a teacher": {"kl_mask": {"against": "teacher"}},
+    "tepo with a teacher's tokens": {"distill": {"coefficient": 0.5}},
+    "tepo with a teacher's distributions": {"distill": {"of": "all", "coefficient": 0.5}},
     "tepo, first-order mask": {"kl_mask": {"falling": "first_order"}},
     "entropy, adaptive": {"entropy": {"kind": "adaptive", "coefficient": 0.1, "target": 0.7}, "kl": {"coefficient": 0.04}},
     "icepop, sequence": {"preset": "grpo", "mismatch": {"kind": "mask", "level": "sequence", "low": 0.9, "high": 1.1}},
@@ -395,17 +408,18 @@ def test_the_host_does_not_wait_for_a_micro_batch(variant, rows, seed, data):
     objective = build_objective(ObjectiveConfig(**VARIANTS[variant]))
     batch, scores = ready = make_batch(rows, seed=seed).with_advantages(objective)
     context = objective.prepare(batch)
-    values = [values_T.detach().clone() for values_T in (scores.logprob, scores.entropy, scores.entropy_slope)]
+    names = ["logprob", "entropy", "entropy_slope", "divergence"]
+    values = {name: getattr(scores, name).detach().clone() for name in names}
     inside = batch.loss_mask_T.nonzero().flatten().tolist()
     wrong = data.draw(st.dictionaries(st.sampled_from(inside), st.sampled_from([math.nan, math.inf, -math.inf]), max_size=3))
     for token, value in wrong.items():
-        values[data.draw(st.integers(0, 2))][token] = value
+        values[data.draw(st.sampled_from(names))][token] = value
     with contextlib.ExitStack() as raised:
         caught = raised.enter_context(pytest.raises(NotFiniteError)) if wrong else None
-        expected = objective(TokenScores(*values), batch, context)
+        expected = objective(TokenScores(**values), batch, context)
     checks = Checks()
     with HostWaits() as waits:
-        output = objective(TokenScores(*values, checks=checks), batch, context)
+        output = objective(TokenScores(**values, checks=checks), batch, context)
     assert not waits.places
     (noted,) = Checks.first_errors([checks])
     assert (noted and str(noted)) == (caught and str(caught.value))

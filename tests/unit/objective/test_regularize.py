@@ -55,8 +55,8 @@ def test_measured_mask(rows, seed, tolerance):
     )
     advantage = with_mask.advantages(batch)[batch.sequence_index_T]
     chosen = batch.loss_mask_T & (advantage > 0) & (scores.entropy - batch.old_entropy_T < -tolerance)
-    loss, (gradient, _), metrics, _ = whole(with_mask, batch, scores)
-    plain_loss, (plain_gradient, _), *_ = whole(without, batch, scores)
+    loss, (gradient, *_), metrics, _ = whole(with_mask, batch, scores)
+    plain_loss, (plain_gradient, *_), *_ = whole(without, batch, scores)
     delta = (scores.logprob - batch.old_logprobs_T).detach()
     tokens = batch.loss_mask_T.sum()
     torch.testing.assert_close(loss - plain_loss, 3.0 * (delta.exp() * delta - delta.exp() + 1)[chosen].sum() / tokens)
@@ -78,7 +78,7 @@ def test_entropy_bonus_fixed_and_adaptive(rows, seed, target):
     ):
         objective = build_objective(ObjectiveConfig(entropy=bonus))
         assert objective.needs_entropy_gradient
-        loss, (_, gradient), *_ = whole(objective, batch, scores)
+        loss, (_, gradient, _), *_ = whole(objective, batch, scores)
         torch.testing.assert_close(loss, plain[0] - coefficient * mean)
         torch.testing.assert_close(
             gradient, torch.where(batch.loss_mask_T, -coefficient / batch.loss_mask_T.sum().double(), 0.0)

@@ -271,6 +271,22 @@ def test_70b_fits_one_node_of_eight_gpus_with_lora_alone() -> None:
     assert plan(*kl, "model.lora=null", path=LORA).worst.reference > 16 * GIB
 
 
+def test_teachers_on_the_ranks_are_counted() -> None:
+    """They wait in host memory: on the GPU a head is beside an update, and the layers are where activations are later."""
+    distill, alone = "objective.distill.of=all", plan()
+    judged = plan(distill, f"teachers.big.path={alone.config.model.path}")
+    peak = alone.worst.activations + alone.worst.logits + alone.worst.transient
+    head = 2 * alone.spec.padded_vocab_size(1) * alone.spec.hidden_size
+    assert judged.worst.teachers == head + max(0, alone.worst.weights - head - peak)
+    assert judged.worst.total == alone.worst.total + judged.worst.teachers
+    assert "the largest term is teachers" in plan(distill, "teachers.big.path=Llama-3.3-70B-Instruct").problems[0]
+    assert judged.time.score == pytest.approx(2 * alone.time.score, rel=0.01)
+    hosts = [one.hosts[0] for one in (alone, judged)]
+    assert hosts[1].teachers - hosts[0].teachers > judged.worst.weights / 2
+    served = plan("objective.distill.coefficient=1", "teachers.big={path: Llama-3.3-70B-Instruct, place: server}")
+    assert served.worst == alone.worst
+
+
 def test_adapters_are_counted_as_they_are_made() -> None:
     spec, lora = resolve_spec("Llama-3.3-70B-Instruct")[0], LoraConfig(rank=16)
     by_hand = {"q": 2 * 8192, "k": 8192 + 1024, "v": 8192 + 1024, "o": 2 * 8192, "gate": 8192 + 28672, "up": 8192 + 28672}

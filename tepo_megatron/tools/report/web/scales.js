@@ -70,6 +70,7 @@ const COLOURINGS = {
   advantage: { label: 'advantage', kind: 'both', unit: '', says: 'orange: made more probable; blue: made less probable' },
   ratio: { label: 'ratio − 1', kind: 'both', unit: '', floor: 1e-4, says: 'the ratio that the objective multiplied the advantage with; orange: above 1' },
   token_ratio: { label: 'token’s ratio − 1', kind: 'both', unit: '', floor: 1e-4, says: 'of the new to the old policy, of the token alone; orange: above 1' },
+  divergence: { label: 'from the teacher', kind: 'high', unit: 'nats', floor: 0.01, says: 'divergence of the policy from its teacher; blue: they differ' },
   masked: { label: 'mask', kind: 'mask', unit: '', says: '' },
   version: { label: 'weights version', kind: 'version', unit: '', says: 'blue: drawn by older weights' },
   none: { label: 'no colour', kind: 'none', unit: '', says: '' },

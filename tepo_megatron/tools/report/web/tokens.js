@@ -8,7 +8,7 @@ function tokensOf(run) {
   if (!decoded.has(run)) {
     const { pieces, columns } = SAMPLES.tokens[run];
     const found = { pieces, id: integers(columns.id, 4), version: integers(columns.version, 4), flags: integers(columns.flags, 1) };
-    for (const name of ['logprob', 'gap', 'entropy', 'entropy_change', 'advantage', 'ratio', 'token_ratio']) if (columns[name]) found[name] = floats(columns[name]);
+    for (const name of ['logprob', 'gap', 'entropy', 'entropy_change', 'advantage', 'ratio', 'token_ratio', 'divergence']) if (columns[name]) found[name] = floats(columns[name]);
     decoded.set(run, found);
   }
   return decoded.get(run);
@@ -98,6 +98,7 @@ function tokenFacts(tokens, i, place) {
   add('advantage', 'advantage', number);
   add('ratio', 'ratio − 1', number);
   add('token_ratio', 'token’s ratio − 1', number);
+  add('divergence', 'from the teacher', number);
   rows.push(['mask', !(tokens.flags[i] & 1) ? 'not the model’s' : tokens.flags[i] & 2 ? 'held back' : 'free']);
   return rows;
 }

@@ -6,7 +6,7 @@ A sequence has 2 · cp equal chunks; rank r computes chunks r and 2 cp − 1 −
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
         return batch.to(device)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     if batch is not None:
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         if (mask := batch.sampling_mask_T) is not None:
@@ -95,14 +95,28 @@ class Share:
 
     real_t: Tensor  # not padding
     chosen_tLk: Tensor | None = None
+    teacher_t: Tensor | None = None
     kept_tK: Tensor | None = None  # int32: tokens that could have been drawn, −1 if fewer than K. None: all
 
     def gather(self, scores: TokenScores) -> TokenScores:
         """Every rank of the group calls. Backward does not communicate: ranks have the whole loss."""
-        slope_T = None if scores.entropy_slope is None else self._gather(scores.entropy_slope).detach()
-        return TokenScores(self._gather(scores.logprob), self._gather(scores.entropy), slope_T, checks=scores.checks)
+        gathered: dict[str, Any] = {
+            name: self._gather(value) for name, value in vars(scores).items() if isinstance(value, Tensor)
+        }
+        detached = {
+            name: gathered[name].detach() for name in ("entropy_slope", "teacher_logprob", "agreement") if name in gathered
+        }
+        return replace(scores, **(gathered | detached))
+
+    def masks(self, teachers: int) -> list[Tensor]:
+        """Returns the scored tokens of each."""
+        if self.teacher_t is None or teachers == 1:
+            return [self.mask_t]
+        return [self.mask_t & (self.teacher_t == number) for number in range(teachers)]
 
     def _gather(self, values_t: Tensor) -> Tensor:
+        if self.cp_group is not None and not values_t.is_floating_point():
+            return self._gather(values_t.float()).detach().to(values_t.dtype)
         if self.cp_group is not None:
             # backward: all ranks compute the same output, so its gradient is split and not summed
             values_t = gather_from_sequence_parallel_region(values_t, tensor_parallel_output_grad=False, group=self.cp_group)
@@ -142,6 +156,7 @@ def cut(micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> 
         source_T=there(order_T.argsort()[~padded.added_T]),
         cp_group=ranks.cp_group,
         real_t=real_t,
+        teacher_t=None if micro.teachers_S is None else micro.teachers_S[micro.sequence_index_T][source_t],
         chosen_tLk=chosen_tLk,
         kept_tK=None if mask is None else there(mask.padded()),
     )

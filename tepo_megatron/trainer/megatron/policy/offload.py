@@ -17,7 +17,7 @@ Part = Literal["weights", "optimizer", "gradients"]
 CHUNK_BYTES = 2**24  # torch pins powers of two only
 
 
-class _OffloadedStorages:
+class OffloadedStorages:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._offloaded: list[tuple[Tensor, list[Tensor]]] = []
@@ -92,7 +92,7 @@ class Offloader:
         self._policy, self._device, self._barrier = policy, device, barrier
         self._model = torch.nn.ModuleList(policy.chunks)
         self._frozen = torch.nn.ModuleList(frozen)
-        self._weights, self._state = _OffloadedStorages(device), _OffloadedStorages(device)
+        self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
         self._on_device: set[Part] = {"weights", "optimizer", "gradients"}
         self.most_offloaded = 0  # bytes
 

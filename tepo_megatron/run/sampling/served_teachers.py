@@ -1,0 +1,173 @@
+"""Teachers with ``place = server`` score finished responses while others are drawn. Rank 0 only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Logprobs, Rollout
+from tepo_megatron.run.sampling.inputs import Inputs
+from tepo_megatron.run.step.placement import Placement
+from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.sampler.protocol import Sampler, SampleStream, ServerDied, make_sampler
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.environments.episodes import episode_prompt
+from tepo_megatron.tasks.protocol import ResponseStream, RewardResult, Task
+
+_POLL_S = 0.005
+
+
+class ServedTeachers:
+    """Starts servers in the background, none for a replay; scores wait for them. Thread-safe."""
+
+    def __init__(self, config: RunConfig, inputs: Inputs, say: Callable[[str], None]) -> None:
+        self._config, self._inputs, self._say = config, inputs, say
+        samples = config.rollout.replay is None
+        named = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server" and samples}
+        gpus = Placement(config, this_machine()).teacher_gpus
+        self._teacher_of = {source.called: source.teacher for source in config.data.train_sources}
+        self._only = next(iter(config.teachers), None) if len(config.teachers) == 1 else None
+        self.samplers: Mapping[str, Sampler] = {
+            name: make_sampler(
+                teacher.served,
+                model_dir=resolve_model_path(teacher.path),
+                dtype=config.model.dtype,
+                stop_token_ids=inputs.tokenizer.eos_ids,
+                log_dir=config.output / "logs" / f"teacher-{name}",
+                seed=config.seed,
+                first_gpu=gpus[name],
+                with_ranks=True,
+                report=partial(self._report, name),
+            )
+            for name, teacher in named.items()
+        }
+        self._threads = {name: ThreadPoolExecutor(teacher.threads, f"teacher-{name}") for name, teacher in named.items()}
+        self._starting = {name: self._threads[name].submit(sampler.start) for name, sampler in self.samplers.items()}
+        self._reviving = threading.Lock()
+
+    def _report(self, name: str, sentence: str) -> None:
+        self._say(f"teacher {name}: {sentence}")
+
+    def __bool__(self) -> bool:
+        return bool(self.samplers)
+
+    def wait_until_ready(self) -> None:
+        for starting in self._starting.values():
+            starting.result()
+
+    def name_of(self, problem: Problem) -> str | None:
+        """None if a model on the trainer's ranks judges it."""
+        name = self._only or self._teacher_of.get(problem.source)
+        return name if name in self.samplers else None
+
+    def score(self, name: str, problem: Problem, response_ids: Sequence[int]) -> Future[Logprobs]:
+        """The log-probs of the response's tokens."""
+        prompt = episode_prompt(self._config.environment, self._inputs.tokenizer, problem)
+        return self._threads[name].submit(self._score, name, list(prompt), [int(token) for token in response_ids])
+
+    def _score(self, name: str, prompt: list[int], response: list[int]) -> Logprobs:
+        self._starting[name].result()
+        sampler = self.samplers[name]
+        while True:
+            try:
+                logprobs = np.asarray(sampler.score([*prompt, *response])[len(prompt) - 1 :], dtype=np.float32)
+                break
+            except ServerDied as error:
+                with self._reviving:
+                    self._report(name, f"{error}; starting it again")
+                    sampler.revive()  # raises RuntimeError after too many restarts
+        if not np.isfinite(logprobs).all():
+            token = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+            raise RuntimeError(
+                f"teacher {name} gave token {token} of a response the log-prob {logprobs[token]}; is it the model of "
+                f"teachers.{name}.path, in a dtype that it can be served in?"
+            )
+        return logprobs
+
+    def close(self) -> None:
+        for sampler in self.samplers.values():
+            sampler.stop()
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class JudgedTask(Task):
+    """Adds the teachers' log-probs to another task's results."""
+
+    inner: Task
+    teachers: ServedTeachers
+    _results: dict[Hashable, RewardResult] = field(default_factory=dict)
+    _scores: dict[Hashable, Future[Logprobs]] = field(default_factory=dict)
+
+    @property
+    def notice(self) -> str | None:
+        return self.inner.notice
+
+    @property
+    def verifier(self) -> str | None:
+        return self.inner.verifier
+
+    @property
+    def components(self) -> Sequence[str] | None:  # type: ignore[override]
+        return self.inner.components
+
+    @property
+    def scores_groups(self) -> bool:
+        return self.inner.scores_groups
+
+    @property
+    def unfinished(self) -> int:
+        return self.inner.unfinished + len(self._results)
+
+    def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> ResponseStream:
+        return self.inner.stream(samples, problem_of)
+
+    def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
+        self.inner.submit(key, problem, response, group=group, group_size=group_size)
+        if (name := self.teachers.name_of(problem)) is not None:
+            assert isinstance(response, ResponseText)
+            self._scores[key] = self.teachers.score(name, problem, response.token_ids)
+
+    def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            wait = min(left, _POLL_S) if self._results else left
+            for key, result in self.inner.poll(None if wait == float("inf") else max(0.0, wait)):
+                self._results[key] = result
+            whole = [key for key in self._results if key not in self._scores or self._scores[key].done()]
+            if whole or left <= 0 or not self.unfinished:
+                return [(key, self._whole(key)) for key in whole]
+            if self._results and not self.inner.unfinished:
+                time.sleep(_POLL_S)
+
+    def _whole(self, key: Hashable) -> RewardResult:
+        result, scores = self._results.pop(key), self._scores.pop(key, None)
+        return result if scores is None else replace(result, teacher_logprobs=scores.result())
+
+    def reset(self) -> None:
+        self.inner.reset()
+        self._results.clear()
+        self._scores.clear()
+
+    def rehearse(self, problems: Sequence[Problem]) -> None:
+        self.inner.rehearse(problems)
+
+    def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return self.inner.take_figures(rollouts)
+
+    def another(self) -> JudgedTask:
+        return JudgedTask(self.inner.another(), self.teachers)
+
+    def close(self) -> None:
+        self.inner.close()

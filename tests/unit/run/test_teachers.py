@@ -1,0 +1,197 @@
+"""Teachers on ranks and served ones in whole runs, on the reference trainer and sampler; and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tepo_megatron.config.load import load_run
+from tepo_megatron.run import checks
+from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tests.support.example_runs import train_on_references
+from tests.support.reference_sampler import ReferenceSampler
+
+TINY = Path("examples/tiny/run.yaml")
+SMALL = (
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=12"),
+    *("train.minibatches=2", "evaluate.every=0", "rollout.record=true", "train.save_every=1"),
+)
+TEPO = ("objective.distill.coefficient=0.5",)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy's architecture and tokenizer, other weights."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(resolve_model_path("builtin:tiny"), folder)
+    torch.manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: tensor + 0.1 * tensor.std() * torch.randn_like(tensor) for name, tensor in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(teacher: Path, tmp_path: Path) -> Run:
+    def start(name: str, place: str, *overrides: str, steps: int = 2) -> list[dict[str, Any]]:
+        settings = [f"teachers.big.path={teacher}", f"teachers.big.place={place}", f"train.steps={steps}"]
+        return train_on_references(TINY, tmp_path / name, *SMALL, *settings, *overrides)
+
+    return start
+
+
+def learnt(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    return [(row["loss"], row["grad_norm"], row["distill/divergence"]) for row in rows[1:]]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [TEPO, ("objective.preset=on_policy_distill",)], ids=["tepo", "on_policy_distill"])
+def test_a_served_teacher_and_one_on_the_ranks_give_the_same_loss(run: Run, objective: tuple[str, ...], tmp_path: Path) -> None:
+    """Also as a replay of the record, without a server: the same bits."""
+    served, on_ranks = run("served", "server", *objective), run("ranks", "ranks", *objective)
+    for ours, theirs in zip(learnt(served), learnt(on_ranks), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert ours[1] > 0
+    rollouts = read_rollouts(tmp_path / "served" / "rollouts", 1)
+    assert all(rollout.teacher_logprobs is not None for rollout in rollouts)
+    assert all(rollout.teacher_logprobs is None for rollout in read_rollouts(tmp_path / "ranks" / "rollouts", 1))
+    with pytest.raises(ValueError, match=r"has no log-probs of teachers\.big, which is served; record it again"):
+        run("mixed", "server", *objective, f"rollout.replay={tmp_path / 'ranks' / 'rollouts'}", "rollout.record=false")
+    for name, place in (("served", "server"), ("ranks", "ranks")):
+        run(f"{name} again", place, *objective, f"rollout.replay={tmp_path / name / 'rollouts'}", "rollout.record=false")
+        assert weights(tmp_path / f"{name} again") == weights(tmp_path / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_a_served_teacher_that_dies_is_started_again(
+    run: Run, schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ("train.schedule=overlap", "rollout.uncorrected=true") if schedule == "overlap" else ()
+    whole = run("whole", "server", *TEPO, *options)
+    calls, revived = count(1), []
+    score, revive = ReferenceSampler.score, ReferenceSampler.revive
+
+    def fail_once(sampler: ReferenceSampler, tokens: Sequence[int]) -> list[float]:
+        if next(calls) == 20:
+            raise ServerDied("planted")
+        return score(sampler, tokens)
+
+    monkeypatch.setattr(ReferenceSampler, "score", fail_once)
+
+    def note(sampler: ReferenceSampler) -> bool:
+        revived.append(sampler)
+        return revive(sampler)
+
+    monkeypatch.setattr(ReferenceSampler, "revive", note)
+    again = run("again", "server", *TEPO, *options)
+    assert len(revived) == 1
+    judged = [rollout.teacher_logprobs for step in (0, 1) for rollout in read_rollouts(tmp_path / "again" / "rollouts", step)]
+    assert len(judged) == 32
+    assert all(values is not None for values in judged)
+    if schedule == "sync":  # ahead of training the order depends on time
+        assert learnt(again) == learnt(whole)
+        assert weights(tmp_path / "again") == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["server", "ranks"])
+def test_a_resumed_run_has_the_same_bits_and_knows_its_teacher(run: Run, place: str, teacher: Path, tmp_path: Path) -> None:
+    run("whole", place, *TEPO)
+    run("resumed", place, *TEPO, steps=1)
+    run("resumed", place, *TEPO, "train.resume=true")
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    changed = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"teachers\.big"):
+        run("resumed", place, *TEPO, "train.resume=true", f"teachers.big.path={other}", steps=3)
+
+
+@pytest.mark.slow
+def test_each_source_has_its_own_teacher(teacher: Path, tmp_path: Path) -> None:
+    """One served, one on the ranks: each response is judged once."""
+    sources = ", ".join(f"{{path: 'builtin:addition', name: {name}, teacher: {name}}}" for name in ("a", "b"))
+    settings = [f"data.train=[{sources}]", "data.heldout=null", f"teachers.a={{path: {teacher}, place: server}}"]
+    rows = train_on_references(
+        TINY, tmp_path / "out", *SMALL, *settings, "teachers.b.path=builtin:tiny", *TEPO, "train.steps=2"
+    )
+    judged = [rollout.teacher_logprobs for rollout in read_rollouts(tmp_path / "out" / "rollouts", 1)]
+    assert sum(values is None for values in judged) == sum(values is not None for values in judged) == len(judged) // 2
+    assert all(np.isfinite(values).all() for values in judged if values is not None)
+    assert rows[-1]["distill/divergence"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([*TEPO], "teachers names none; set teachers.NAME.path to a model"),
+        (["teachers.a.path=builtin:tiny"], "teachers.a is never asked; set objective.distill"),
+        (["teachers.a.path=builtin:tiny", "objective.distill.coefficient=0"], "a coefficient of 0 adds nothing"),
+        (["teachers={a b: {path: x}}", *TEPO], "cannot name a teacher"),
+        (["teachers.a.path=x", "teachers.b.path=y", *TEPO], "the source addition of data.train names no teacher"),
+        (
+            ["teachers.a.path=x", "data.train=[{path: 'builtin:addition', teacher: z}]", *TEPO],
+            "names the teacher z; teachers has a",
+        ),
+        (
+            ["teachers.a.path=x", "teachers.b.path=y", "data.train=[{path: 'builtin:addition', teacher: a}]", *TEPO],
+            "teachers.b is named by no source",
+        ),
+        (["teachers.a={path: x, place: server}", "objective.distill.of=all"], "needs whole distributions"),
+        (["teachers.a={path: x, place: server}", *TEPO, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
+        (["teachers.a.path=x", *TEPO, "rollout.sampling.top_k=5"], "a teacher may not reach the tokens"),
+        (["teachers.a={path: x, server: {count: 2}}", *TEPO], "server is for a teacher with place = server"),
+        (["teachers.a={path: x, threads: 2}", *TEPO], "threads = 2 does nothing with place = ranks"),
+        (["teachers.a={path: x, place: server, server: {placement: colocated}}", *TEPO], "takes turns with the trainer"),
+        (
+            ["teachers.a.path=x", *TEPO, "objective.distill.divergence=jsd"],
+            "needs the whole distribution; set distill.of = all",
+        ),
+        (
+            ["teachers.a.path=x", "objective.distill={of: all, beta: 0.3}"],
+            "beta = 0.3 does nothing with divergence = reverse_kl",
+        ),
+    ],
+)
+def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"problems? in the configuration") as error:
+        load_run(None, overrides)
+    assert sentence in " ".join(str(error.value).split())
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
+    """Also one of equal size in another order."""
+    import sentencepiece.sentencepiece_model_pb2 as model_pb2
+
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    model = model_pb2.ModelProto.FromString((other / "tokenizer.model").read_bytes())
+    pieces = model.pieces
+    pieces[10].piece, pieces[11].piece = pieces[11].piece, pieces[10].piece
+    (other / "tokenizer.model").write_bytes(model.SerializeToString())
+    config = load_run(TINY, [f"teachers.big.path={other}", "objective.distill.of=all", f"output={tmp_path / 'out'}"])
+    with pytest.raises(
+        ValueError, match=r"teachers\.big: token 10 is .* in the vocabulary of .*/other and .* in that of builtin:tiny"
+    ):
+        checks.check_model(config)
+    with pytest.raises(ValueError, match=r"teachers\.big is split as the policy is: .*tp = 8.*place = server"):
+        checks.check_model(load_run(TINY, [f"teachers.big.path={teacher}", "engine.parallel.tp=8", "objective.distill.of=all"]))
