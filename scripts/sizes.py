@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_398,
-    "tests, lines": 43_004,
-    "docs and docstrings, words": 109_833,
+    "tests, lines": 43_005,
+    "docs and docstrings, words": 109_899,
     "public classes and functions": 876,
     "modules": 273,
     "modules below 60 lines": 40,

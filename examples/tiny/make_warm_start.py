@@ -3,7 +3,7 @@ unsure.
 
     .venv/bin/python examples/tiny/make_warm_start.py OUT                           (sums; about a minute)
     .venv/bin/python examples/tiny/make_warm_start.py OUT --task stack-machine
-    .venv/bin/python examples/tiny/make_warm_start.py OUT --task long-addition --steps 400
+    .venv/bin/python examples/tiny/make_warm_start.py OUT --task long-addition --steps 300
 
 Supervised training through the same Megatron engine as TEPO, with next-token cross-entropy in the objective's place. The
 results, in Hugging Face format, ship as tepo_megatron/tasks/data/builtin/tiny, …/stack-machine and …/long-addition.

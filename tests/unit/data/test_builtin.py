@@ -194,7 +194,8 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 
 
 def test_builtin_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="known: builtin:stack-machine, builtin:tiny; did you mean builtin:tiny"):
+    known = "known: builtin:long-addition, builtin:stack-machine, builtin:tiny; did you mean builtin:tiny"
+    with pytest.raises(ValueError, match=known):
         resolve_model_path("builtin:tinny")
     for escape in ("builtin:", "builtin:..", "builtin:tiny/..", "builtin:../builtin/tiny"):
         with pytest.raises(ValueError, match="unknown built-in model"):
