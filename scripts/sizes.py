@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_398,
-    "tests, lines": 43_005,
+    "tests, lines": 43_007,
     "docs and docstrings, words": 109_899,
     "public classes and functions": 876,
     "modules": 273,

@@ -31,7 +31,7 @@ _FREE = (
     *("optimizer.distributed", "optimizer.offload_fraction"),  # where the same Adam computes
 )
 _RUN = (
-    *("seed", "data", "objective", "optimizer"),
+    *("seed", "data", "objective", "teachers", "optimizer"),
     *("model.lora.alpha", "model.lora.rslora", "model.lora.serve"),  # served in bfloat16 they sample from another distribution
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.sampling", "rollout.filter_groups"),
     *("rollout.oversample", "rollout.partial", "rollout.truncated", "rollout.overlong", "rollout.replay", "rollout.collect"),

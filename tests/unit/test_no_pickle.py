@@ -39,6 +39,8 @@ ALLOWED = {
     ("tepo_megatron/tools/results.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/tools/faults/processes.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tools/faults/workshop.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/bench/divergences.py", "exec"): "a peer's installed module, as an import would run it",
+    ("tepo_megatron/tools/bench/divergences.py", "compile"): "a peer's installed module, as an import would run it",
     ("tepo_megatron/tasks/reward/run_tests.py", "exec"): _PROGRAMS,
     ("tepo_megatron/tasks/reward/run_tests.py", "compile"): _PROGRAMS,
 }

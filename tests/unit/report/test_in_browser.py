@@ -247,7 +247,7 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Any, html: Path) ->
         if seen[-1] == "masked":
             marked = np.array(strengths(page)) > 0
             assert marked.tolist() == samples.masked[there].tolist()
-    assert len(seen) == 10
+    assert len(seen) == 11
     press(page, "j")
     assert page.evaluate("finder.at") == 2
 

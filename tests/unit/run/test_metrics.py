@@ -173,7 +173,7 @@ def archive(**changes: Any) -> bytes:
         ({"lengths": np.array([3, 0, 5, 1], np.int32)}, "lengths has 9 tokens in all, and ids 10"),
         ({"prompt": np.array([0, 0, 1, 4], np.int32)}, "not among the 4 prompts"),
         ({"meta": np.array("[]")}, "list indices"),
-        ({"meta": np.array(json.dumps({"format": 2}))}, "is of format 2, and this version reads format 1"),
+        ({"meta": np.array(json.dumps({"format": 3}))}, "is of format 3, and this version reads format 2"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:

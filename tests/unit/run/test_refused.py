@@ -44,7 +44,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         # keys of another place or trainer
         (["learning_rate=1"], r"did you mean optimizer\.lr\?"),
         (["rollout.num_generations=8"], r"did you mean rollout\.samples_per_prompt\?"),
-        (["objective.beta=0.1"], r"did you mean objective\.kl\.coefficient\?"),
+        (["objective.beta=0.1"], r"did you mean objective\.distill\.beta\?"),
         (["engine.temprature=1"], r"did you mean rollout\.sampling\.temperature\?"),
         (["verifyer=exact"], r"did you mean reward\.verifier or environment\.agent\.verifier\?"),
         # schedules
