@@ -86,8 +86,6 @@ class Rank0:
         )
         self._signals = stop_signals()
         self._problems = {problem.id: problem for problem in inputs.train}
-        self._teachers = list(config.teachers)
-        self._teacher_of = {source.called: source.teacher for source in config.data.train_sources}
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
         self._returns = 0
@@ -101,10 +99,9 @@ class Rank0:
 
     def teachers_of(self, rollouts: Sequence[Rollout]) -> list[int] | None:
         """Returns the number of each one's teacher, if there are several."""
-        if len(self._teachers) < 2:
-            return None
-        sources = [self._problems[rollout.problem_id].source for rollout in rollouts]
-        return [self._teachers.index(self._teacher_of[source] or "") for source in sources]
+        names = list(self.config.teachers)
+        sources = [self._problems[rollout.problem_id].source for rollout in rollouts if len(names) > 1]
+        return [names.index(self.config.teacher_of(source) or "") for source in sources] or None
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 

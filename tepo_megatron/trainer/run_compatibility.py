@@ -99,10 +99,9 @@ def source_verifiers(config: RunConfig) -> dict[str, Any]:
 
 def served_teachers(config: RunConfig) -> dict[str, Any]:
     """Those that decide rollouts: by source, the teacher's path and server."""
-    served = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server"}
-    only = next(iter(config.teachers)) if len(config.teachers) == 1 else None
-    by_source = {source.called: served.get(source.teacher or only or "") for source in config.data.train_sources}
-    return {name: [teacher.path, teacher.served.quantization] for name, teacher in by_source.items() if teacher is not None}
+    named = {source.called: config.teacher_of(source.called) for source in config.data.train_sources}
+    teachers = {source: config.teachers[name] for source, name in named.items() if name is not None}
+    return {name: [item.path, item.served.quantization] for name, item in teachers.items() if item.place == "server"}
 
 
 def _teacher_digests(config: RunConfig) -> dict[str, str | None]:

@@ -34,8 +34,6 @@ class ServedTeachers:
         samples = config.rollout.replay is None
         named = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server" and samples}
         gpus = Placement(config, this_machine()).teacher_gpus
-        self._teacher_of = {source.called: source.teacher for source in config.data.train_sources}
-        self._only = next(iter(config.teachers), None) if len(config.teachers) == 1 else None
         self.samplers: Mapping[str, Sampler] = {
             name: make_sampler(
                 teacher.served,
@@ -66,7 +64,7 @@ class ServedTeachers:
 
     def name_of(self, problem: Problem) -> str | None:
         """None if a model on the trainer's ranks judges it."""
-        name = self._only or self._teacher_of.get(problem.source)
+        name = self._config.teacher_of(problem.source)
         return name if name in self.samplers else None
 
     def score(self, name: str, problem: Problem, response_ids: Sequence[int]) -> Future[Logprobs]:
