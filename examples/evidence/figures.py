@@ -25,7 +25,17 @@ COLUMNS = (
     *("reward/mean", "reward/std", "response_len/mean", "response_len/truncated", "groups/zero_variance"),
     *("groups/drawn", "groups/kept", "loss", "grad_norm", "lr", "update/skipped", "entropy/mean", "entropy/delta"),
     *("entropy/delta_masked", "entropy/delta_unmasked", "mask/fraction", "kl/mean", "kl/masked", "ratio/mean", "ratio/min"),
-    *("ratio/max", "clip/low", "clip/high", "mismatch/kl", "canary/rollouts_max_gap", "time/step", "time/rollout"),
+    *(
+        "distill/divergence",
+        "distill/agreement",
+        "ratio/max",
+        "clip/low",
+        "clip/high",
+        "mismatch/kl",
+        "canary/rollouts_max_gap",
+        "time/step",
+        "time/rollout",
+    ),
     *("time/score", "time/update", "time/sync", "time/eval", "tokens/s"),
 )  # of metrics.jsonl (docs/reference/metrics.md); kept with six digits
 
@@ -124,8 +134,9 @@ class Evidence:
             return text
         return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
 
-    def against(self, name: str, one: Key, other: Key) -> Estimate:
-        mine, theirs = self.values(name, one), self.values(name, other)
+    def against(self, name: str, one: Key, other: Key, sweep: Evidence | None = None) -> Estimate:
+        """``sweep`` holds the runs of ``other``; by default this one does."""
+        mine, theirs = self.values(name, one), (sweep or self).values(name, other)
         budget = float(max((rows[-1]["step"] for runs in self.runs.values() for rows in runs.values()), default=0))
         return Estimate.paired(FIGURES[name], [(mine[seed], theirs[seed]) for seed in mine if seed in theirs], budget)
 
@@ -253,6 +264,8 @@ FIGURES: Mapping[str, _Figure] = {
     "clipped": _percent("clipped tokens", _clipped),
     "jitter": _Figure("reward's jitter", lambda rows: _jitter(_column(rows, "reward/mean")), digits=4, ratio=True),
     "fall": _percent("largest fall of greedy", lambda rows: _largest_fall(_column(rows, "accuracy/greedy")), digits=2),
+    "divergence": _Figure("divergence, nats", _mean_of("distill/divergence", 5), digits=4),
+    "agreement": _percent("same most likely token", _mean_of("distill/agreement", 5)),
     "step": _seconds("s a step", "time/step", 2),
     "rollout": _seconds("rollout, s", "time/rollout", 2),
     "score": _seconds("score, s", "time/score", 3),

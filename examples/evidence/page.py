@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from examples.evidence.figures import FIGURES, Evidence, Key
+from examples.evidence.shared import COLOURS, INK, STYLE, WINDOW, filled, mean_curve, plot_curve
 from examples.evidence.tables import BASELINE, make_tables
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     sweeps = _read_all(root)
     for picture in (picture for picture in _PICTURES if any(sweeps[picture.sweep].runs.values())):
         written.append(root / f"docs/images/{picture.stem}.png")
-        with rc_context(_STYLE):
+        with rc_context(STYLE):
             picture.draw(sweeps[picture.sweep], picture).savefig(written[-1], format="png", metadata={"Software": None})
     size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
     if size > _MOST_BYTES:
@@ -71,59 +71,22 @@ def page_text(root: Path) -> str:
         image = f"![{picture.said}](../images/{picture.stem}.png)\n"
         parts[picture.stem.replace("evidence", "picture")] = image if drawn else "Not run yet.\n"
     text = (root / "docs/results/evidence.md").read_text(encoding="utf-8")
-    names = re.findall(r"<!-- (?!end)([\w-]+) -->", text)
-    if sorted(names) != sorted(parts):
-        raise ValueError(
-            f"docs/results/evidence.md has places for {', '.join(sorted(names))}; the tables are {', '.join(sorted(parts))}"
-        )
-    return re.sub(
-        r"<!-- (?!end)([\w-]+) -->\n.*?<!-- end -->",
-        lambda result: f"<!-- {result[1]} -->\n\n{parts[result[1]]}\n<!-- end -->",
-        text,
-        flags=re.S,
-    )
+    return filled(text, parts, "docs/results/evidence.md")
 
 
-_INK = "#22303c"
-_STYLE: dict[Any, Any] = {
-    **{"figure.dpi": 110, "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.10},
-    **{f"figure.constrained_layout.{name}": value for name, value in (("h_pad", 0.08), ("hspace", 0.03), ("wspace", 0.03))},
-    **{"axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _INK, "axes.titlepad": 8, "axes.labelsize": 10},
-    **{"axes.labelcolor": _INK, "axes.edgecolor": "#aab4be", "axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.axisbelow": True, "axes.grid": True, "grid.color": "#d9dfe5", "grid.linewidth": 0.7, "grid.alpha": 0.8},
-    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in (("labelsize", 9), ("major.size", 3))},
-    **{"xtick.color": "#52606d", "ytick.color": "#52606d", "legend.fontsize": 8.5, "legend.framealpha": 0.85},
-    **{"legend.edgecolor": "none", "legend.labelcolor": _INK},
-}
-_COLOURS = ("#d9480f", "#2b6cb0", "#2f9e44", "#9c6ade", "#b08900", "#0b7285", "#c2255c", "#495057")  # TEPO is always the first
 _COLUMNS = {
     "what it is compared with": ("tepo", "grpo", "dapo", "gspo", "luspo", "cispo"),
     "its parts": (
         *("tepo", "no-mask", "no-likelihood", "neither", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant"),
     ),
 }
-_SMOOTHED = 5
-
-
-def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [N], and [3, N] with mean, minimum and maximum, smoothed by a centred mean over ``window`` points."""
-    common = sorted(set.intersection(*(set(dict(run)) for run in runs))) if runs else []
-    if not common:
-        return np.empty(0), np.empty((3, 0))
-    values = np.array([[dict(run)[step] for step in common] for run in runs])
-    ones = np.ones(min(window, len(common)))
-    weight = np.convolve(np.ones(len(common)), ones, mode="same")
-    smooth = np.array([np.convolve(run, ones, mode="same") / weight for run in values])
-    return np.array(common), np.stack([smooth.mean(0), smooth.min(0), smooth.max(0)])
 
 
 def frontier(evidence: Evidence, key: Key) -> np.ndarray:
     """[N, 2]: entropy and greedy accuracy at evaluated steps, smoothed as the curves and averaged over seeds."""
     entropy, accuracy = (
         dict(zip(steps.tolist(), values[0], strict=True))
-        for steps, values in (
-            _mean_curve(evidence.curves(key, name), _SMOOTHED) for name in ("entropy/mean", "accuracy/greedy")
-        )
+        for steps, values in (mean_curve(evidence.curves(key, name), WINDOW) for name in ("entropy/mean", "accuracy/greedy"))
     )
     return np.array([(entropy[step], accuracy[step]) for step in accuracy if step in entropy]).reshape(-1, 2)
 
@@ -137,7 +100,7 @@ def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str,
     for row, rate in zip(grid, evidence.rates, strict=True):
         for axes, (title, objectives) in zip(row, _COLUMNS.items(), strict=True):
             axes.set(title=f"TEPO and {title}, lr {evidence.rate(rate)}", ylabel=label, xlabel=below)
-            for name, colour in zip(objectives, _COLOURS, strict=False):
+            for name, colour in zip(objectives, COLOURS, strict=False):
                 draw(axes, name, rate, colour)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(ncols=2)
@@ -146,16 +109,9 @@ def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str,
 
 def _curves(evidence: Evidence, picture: _Picture) -> Figure:
     def curve(axes: Axes, name: str, rate: str, colour: str) -> None:
-        runs = evidence.curves((name, rate), picture.column)
-        steps, values = _mean_curve(runs, _SMOOTHED if picture.smooth else 1)
-        if not steps.size:
-            return
-        mean, low, high = values * picture.scale
-        first = name == "tepo"
-        label = f"{name} ({len(runs)})"
-        axes.plot(steps, mean, color=colour, linewidth=2.4 if first else 1.5, label=label, zorder=4 if first else 3)
-        if len(runs) > 1:
-            axes.fill_between(steps, low, high, color=colour, alpha=0.14 if first else 0.07, linewidth=0, zorder=2)
+        plot_curve(
+            axes, name, evidence.curves((name, rate), picture.column), colour, smooth=picture.smooth, scale=picture.scale
+        )
 
     figure = _grid(evidence, picture.label, "step", curve)
     limits = [axes.get_ylim() for axes in figure.axes]
@@ -182,15 +138,15 @@ def _times(evidence: Evidence, picture: _Picture) -> Figure:
     objectives = [item for item in evidence.objectives if item != BASELINE and evidence.seeds((item,))]
     figure = Figure(figsize=(8.0, 1.2 + 0.6 * max(1, len(objectives))))
     axes = figure.subplots()
-    axes.axvline(1.0, color=_INK, linewidth=1)
+    axes.axvline(1.0, color=INK, linewidth=1)
     for index, name in enumerate(objectives):
         other = evidence.values("step", (BASELINE,))
         ratios = [value / other[s] for s, value in evidence.values("step", (name,)).items() if value and other.get(s)]  # type: ignore[operator]
         result = evidence.against("step", (name,), (BASELINE,))
-        axes.plot(ratios, [index + 0.14] * len(ratios), "o", color=_COLOURS[1], markersize=5, alpha=0.6)
+        axes.plot(ratios, [index + 0.14] * len(ratios), "o", color=COLOURS[1], markersize=5, alpha=0.6)
         if not math.isnan(result.low):
-            axes.plot([result.low, result.high], [index - 0.1] * 2, color=_COLOURS[0], linewidth=2)
-        axes.plot([result.mean], [index - 0.1], "s", color=_COLOURS[0], markersize=7)
+            axes.plot([result.low, result.high], [index - 0.1] * 2, color=COLOURS[0], linewidth=2)
+        axes.plot([result.mean], [index - 0.1], "s", color=COLOURS[0], markersize=7)
     axes.set_yticks(range(len(objectives)), objectives)
     axes.set(title="Time of a step, as a ratio to GRPO's with the same seed", ylim=(len(objectives) - 0.5, -0.5))
     axes.set_xlabel(f"{FIGURES['step'].name}, ratio: seeds (round), mean and its 95 % interval (square)")

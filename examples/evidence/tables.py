@@ -20,15 +20,15 @@ _BEST = "best of each"  # each objective's learning rate with the largest area u
 BASELINE = "grpo"
 NOT_HALF = "not half; undecided whether faster"
 _Words = tuple[str, str, str]  # of an interval above no effect, below it, and around it
-_HALF: _Words = ("the opposite", "faster", "undecided")
-_MORE: _Words = ("holds", "the opposite", "undecided")
-_LESS: _Words = ("the opposite", "holds", "undecided")
-_DIFFERENCE: _Words = ("more", "less", "no difference seen")
+HALF: _Words = ("the opposite", "faster", "undecided")
+MORE: _Words = ("holds", "the opposite", "undecided")
+LESS: _Words = ("the opposite", "holds", "undecided")
+DIFFERENCE: _Words = ("more", "less", "no difference seen")
 _FEWEST_PAIRS = 3  # two differences of a discrete figure are often equal: a point as interval
 
 
 @dataclass(frozen=True)
-class _Claim:
+class Claim:
     """``figure`` is a name in FIGURES; ``others`` are compared with TEPO."""
 
     said: str
@@ -38,7 +38,7 @@ class _Claim:
 
     @property
     def edges(self) -> tuple[float, ...]:
-        return (0.5, 1.0) if self.words is _HALF else (FIGURES[self.figure].no_effect,)
+        return (0.5, 1.0) if self.words is HALF else (FIGURES[self.figure].no_effect,)
 
     def judge(self, result: Estimate) -> str:
         """Undecided if a ratio that is a bound could change the verdict."""
@@ -46,7 +46,7 @@ class _Claim:
             return "too few for a verdict"
         nothing = self.edges[-1]
         verdict = self.words[0 if result.low > nothing else 1 if result.high < nothing else 2]
-        if self.words is _HALF:
+        if self.words is HALF:
             verdict = self._of_half(verdict, result)
         if result.at_least and verdict not in ("undecided", "the opposite", NOT_HALF):
             return f"undecided: TEPO never got there in {result.at_least}"
@@ -64,18 +64,18 @@ class _Claim:
 
 
 CLAIMS = (
-    _Claim("convergence in half the time of GRPO and DAPO (P2)", "80", ("grpo", "dapo"), _HALF),
-    _Claim("convergence in half the time of GRPO and DAPO (P2)", "90", ("grpo", "dapo"), _HALF),
-    _Claim("higher accuracy than GRPO (P1: +1.74 points)", "avg", ("grpo", "dapo", "gspo"), _MORE),
-    _Claim("steadier rewards (P2)", "jitter", ("grpo", "neither"), _LESS),
-    _Claim("steadier rewards (P2)", "fall", ("grpo", "dapo"), _LESS),
-    _Claim("higher gradient norms (P2)", "gradient", ("grpo", "dapo"), _MORE),
-    _Claim("no collapse of the entropy (P2)", "entropy", ("grpo", "dapo"), _MORE),
-    _Claim("no collapse of the entropy (P2)", "entropy90", ("grpo", "dapo"), _MORE),
-    _Claim("asked by reviewers: what the mask alone does", "area", ("no-mask",), _DIFFERENCE),
-    _Claim("asked by reviewers: what the mask alone does", "entropy", ("no-mask",), _DIFFERENCE),
-    _Claim("asked by reviewers: what the likelihood alone does", "area", ("no-likelihood",), _DIFFERENCE),
-    _Claim("asked by reviewers: beside GSPO, whose ratio it has", "area", ("gspo",), _DIFFERENCE),
+    Claim("convergence in half the time of GRPO and DAPO (P2)", "80", ("grpo", "dapo"), HALF),
+    Claim("convergence in half the time of GRPO and DAPO (P2)", "90", ("grpo", "dapo"), HALF),
+    Claim("higher accuracy than GRPO (P1: +1.74 points)", "avg", ("grpo", "dapo", "gspo"), MORE),
+    Claim("steadier rewards (P2)", "jitter", ("grpo", "neither"), LESS),
+    Claim("steadier rewards (P2)", "fall", ("grpo", "dapo"), LESS),
+    Claim("higher gradient norms (P2)", "gradient", ("grpo", "dapo"), MORE),
+    Claim("no collapse of the entropy (P2)", "entropy", ("grpo", "dapo"), MORE),
+    Claim("no collapse of the entropy (P2)", "entropy90", ("grpo", "dapo"), MORE),
+    Claim("asked by reviewers: what the mask alone does", "area", ("no-mask",), DIFFERENCE),
+    Claim("asked by reviewers: what the mask alone does", "entropy", ("no-mask",), DIFFERENCE),
+    Claim("asked by reviewers: what the likelihood alone does", "area", ("no-likelihood",), DIFFERENCE),
+    Claim("asked by reviewers: beside GSPO, whose ratio it has", "area", ("gspo",), DIFFERENCE),
 )
 _VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few")
 _LEVEL = 0.05
@@ -91,7 +91,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return result
 
 
-def corrected(comparisons: Sequence[tuple[_Claim, Estimate]]) -> list[str]:
+def corrected(comparisons: Sequence[tuple[Claim, Estimate]]) -> list[str]:
     """Verdicts with Holm's correction over all edges of all comparisons."""
     tests = {
         (number, edge): result.p_value(edge, ratio=FIGURES[claim.figure].ratio)
@@ -133,7 +133,7 @@ def comparison(evidence: Evidence) -> dict[str, str]:
 
 def _summary(evidence: Evidence) -> str:
     counts: dict[str, Counter[str]] = {}
-    for claim in [item for item in CLAIMS if item.words is not _DIFFERENCE]:
+    for claim in [item for item in CLAIMS if item.words is not DIFFERENCE]:
         for other, rate in itertools.product(claim.others, evidence.rates):
             result = evidence.against(claim.figure, ("tepo", rate), (other, rate))
             if result.seeds:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from examples.evidence import figures
 from examples.evidence.figures import FIGURES, Estimate, Evidence
 from examples.evidence.page import make, page_text
+from examples.evidence.second import page as second_page
 from examples.evidence.second import plan, split
 from examples.evidence.second.keep import keep
 from examples.evidence.second.plan import METHODS, RANGES, RATES, TASKS, Chosen
@@ -390,3 +391,45 @@ def test_runs_that_another_machine_finished_are_brought_back_as_its_own(tmp_path
     assert [keep("tuning", other, results), keep("tuning", other, results)] == [(2, 2), (0, 2)]
     assert kept == {path.name: path.read_bytes() for path in (results / "tuning").iterdir()}
     assert b"1970-01-01T00:00Z" in kept["sweep.json"]
+
+
+def test_the_second_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
+    assert (ROOT / "docs/results/evidence-second.md").read_text() == second_page.page_text(ROOT)
+
+
+def test_the_second_round_is_judged_once_all_runs_are_there(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """45 comparisons of methods on three tasks, 8 of regimes, 8 of parts and 14 of coefficients."""
+    (root / "examples/long_arithmetic").mkdir()
+    shutil.copyfile(ROOT / "examples/long_arithmetic/run.yaml", root / "examples/long_arithmetic/run.yaml")
+    page = root / "docs/results/evidence-second.md"
+    shutil.copyfile(ROOT / page.relative_to(root), page)
+    data = root / "docs/results/data/evidence-second"
+    for name in second_page.NAMES:
+        done = dict.fromkeys(read_sweep(root / f"examples/evidence/second/{name}.yaml").axes["objective"], 18)
+        rates = {"tepo": 0.2, "no-likelihood": 0.02, "grpo": 0.05, "cispo": 0.002}
+        write_runs(root, f"second/{name}", tmp_path / name, done, rates, noise=0.001)
+        Evidence.collect(root / f"examples/evidence/second/{name}.yaml", tmp_path / name, data / name)
+    text = second_page.page_text(root)
+    rows = [line for line in text.split("<!-- verdicts -->")[1].split("<!-- end -->")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 75
+
+    def verdict(*cells: str) -> str:
+        (row,) = (row for row in rows if all(f"| {cell} |" in row for cell in cells))
+        return row.rpartition("| **")[2].removesuffix("** |")
+
+    assert verdict("convergence in half the time (P2)", "sums", "grpo") == "holds"
+    assert verdict("convergence in half the time (P2)", "sums", "dapo") == "faster; half is within the interval"
+    assert verdict("higher accuracy", "programs", "cispo") == "holds"
+    assert verdict("steadier rewards (P2)", "sums", "dapo") == "the opposite"
+    assert verdict("what each part does", "no-likelihood", "area under greedy, %, difference") == "more"
+    assert verdict("what each part does", "no-mask", "area under greedy, %, difference") == "more"
+    (path,) = data.glob("parts/no-mask.csv")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("17,")))
+    assert "nothing is judged yet" in second_page.page_text(root)
+
+    drawn: list[Path] = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **_: drawn.append(path))
+    assert second_page.draw(root) == drawn
