@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_398,
-    "tests, lines": 43_007,
-    "docs and docstrings, words": 109_899,
-    "public classes and functions": 876,
+    "package, lines": 52_727,
+    "tests, lines": 43_448,
+    "docs and docstrings, words": 110_323,
+    "public classes and functions": 883,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

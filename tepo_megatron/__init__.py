@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.core.types import ObjectiveOutput as ObjectiveOutput
     from tepo_megatron.core.types import TeacherHead as TeacherHead
     from tepo_megatron.core.types import TeacherLogits as TeacherLogits
+    from tepo_megatron.core.types import TeacherTopK as TeacherTopK
     from tepo_megatron.core.types import TokenScores as TokenScores
     from tepo_megatron.plan import Plan as Plan
     from tepo_megatron.plan import check_plan as check_plan
@@ -98,6 +99,7 @@ _HOMES = {
     "Surrogate": "core.objective.trust_region",
     "TeacherHead": "core.types",
     "TeacherLogits": "core.types",
+    "TeacherTopK": "core.types",
     "TokenScores": "core.types",
     "TokenValues": "core.objective.values",
     "TrainResult": "run.api",

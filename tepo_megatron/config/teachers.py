@@ -70,7 +70,13 @@ def teacher_faults(
     if served and "divergence" in needs:
         yield (
             f"objective.distill.of = all needs whole distributions, which teachers.{served[0]}.place = server does not send; "
-            "set place = ranks, or distill.of = sampled"
+            "set place = ranks, or distill.of = top_k or sampled"
+        )
+    on_ranks = [name for name in teachers if name not in served]
+    if on_ranks and objective.teacher_top_k:
+        yield (
+            f"objective.distill.of = top_k is for served teachers, and teachers.{on_ranks[0]}.place = ranks has the whole "
+            "distribution; set distill.of = all, or place = server"
         )
     if served and sampling.temperature != 1:
         yield (

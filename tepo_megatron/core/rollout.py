@@ -12,6 +12,11 @@ TokenIds = NDArray[np.int32]
 
 Logprobs = NDArray[np.float32]
 
+TOP_TOKEN = np.dtype([("id", "<i4"), ("logprob", "<f4")])
+
+TopTokens = NDArray[np.void]
+"""Names the k most likely tokens at each place, the best first: ``TOP_TOKEN`` [tokens, k]."""
+
 LossMask = NDArray[np.bool_]  # whether the model, and not an environment, wrote the response token
 
 Routes = NDArray[np.uint8] | NDArray[np.int16]
@@ -125,6 +130,8 @@ class Rollout(_Sampled):
     reward_parts: Mapping[str, float]
     teacher_logprobs: Logprobs | None
     """Of a served teacher, by response token."""
+    teacher_top: TopTokens | None
+    """For ``objective.distill.of = top_k``."""
 
     def __init__(
         self,
@@ -142,6 +149,7 @@ class Rollout(_Sampled):
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
         teacher_logprobs: ArrayLike | None = None,
+        teacher_top: TopTokens | None = None,
     ) -> None:
         """Makes arrays of the right dtype read-only, without copy."""
         self._fill(locals())
@@ -190,6 +198,16 @@ def _read_only(routes: Routes | None) -> Routes | None:
     return routes
 
 
+def _top_tokens(top: TopTokens | None) -> TopTokens | None:
+    if top is not None:
+        if top.ndim != 2 or top.dtype != TOP_TOKEN:
+            raise ValueError(
+                f"a teacher's top tokens must be {TOP_TOKEN} with two axes, but they are {top.dtype} of {top.shape}"
+            )
+        top.flags.writeable = False
+    return top
+
+
 def _loss_mask(mask: ArrayLike | None, tokens: int) -> LossMask | None:
     if mask is None:
         return None
@@ -210,6 +228,7 @@ _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "logprobs": _token_logprobs,
     "sampler_logprobs": _token_logprobs,
     "teacher_logprobs": lambda values: None if values is None else _token_logprobs(values),
+    "teacher_top": _top_tokens,
     "versions": _spans,
     "routed_experts": _read_only,
     "reward_parts": dict,

@@ -28,6 +28,7 @@ class Batch:
     - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*
     - ``teachers_S`` int64: the number of a sequence's teacher, if there are several. ``teacher_states``: by micro-batch of this
       rank and by teacher, the hidden states of its tokens
+    - ``top_ids_TK`` int32 and ``top_logprobs_TK``: the K most likely tokens of a served teacher, the best first
     - ``recorded_S`` int64: the index in the step of a sequence with recorded token values, or −1
     - ``expert_load_LE`` int64 [layers, experts]: tokens of the mini-batch sent to each expert
     """
@@ -44,6 +45,8 @@ class Batch:
     old_entropy_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
     teacher_logprobs_T: Tensor | None = None
+    top_ids_TK: Tensor | None = None
+    top_logprobs_TK: Tensor | None = None
     reward_parts_SK: Tensor | None = None
     routed_experts_T: Tensor | None = None
     sampling_mask_T: SamplingMask | None = None
@@ -119,7 +122,7 @@ class Batch:
                 changes[f.name] = value[local[0].numpy()]
             elif value is not None and f.name not in ("cu_seqlens", "expert_load_LE", "teacher_states"):
                 index_T, index_S = local if value.device.type == "cpu" else there
-                changes[f.name] = value[index_T if f.name.endswith("_T") else index_S]
+                changes[f.name] = value[index_T if f.name.endswith(("_T", "_TK")) else index_S]
         cu_seqlens = self.cu_seqlens.new_zeros(len(sequences) + 1)
         cu_seqlens[1:] = self.lengths_S[there[1]].cumsum(0)
         return replace(self, cu_seqlens=cu_seqlens, **changes)
@@ -171,9 +174,9 @@ class TokenScores:
     divergence: Tensor | None = None
     """From the teacher, differentiable. None without one, as are the next two, which are detached."""
     teacher_logprob: Tensor | None = None
-    """Of the label."""
+    """Is of the label, and None from `TeacherTopK`."""
     agreement: Tensor | None = None
-    """bool [T]: whether the most likely token is the teacher's. The lowest id wins a tie."""
+    """bool [T]: whether the most likely token is the teacher's. The lowest id wins a tie; with `TeacherTopK` any does."""
     checks: Checks | None = field(default=None, kw_only=True)
     """Notes errors; None: they are raised."""
 
@@ -215,6 +218,22 @@ class TeacherHead:
 
     hidden_TG: Tensor
     weight_VpG: Tensor
+    divergence: Divergence
+
+
+LEAST_REST = 2.0**-20
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """Names a teacher's K most likely tokens, the best first, [T, K], with log-probs at the student's temperature.
+
+    The divergence is that of K + 1 outcomes: these, and all others together, which count as 2⁻²⁰ at least, since fp32 does
+    not resolve less.
+    """
+
+    ids_TK: Tensor
+    logprobs_TK: Tensor
     divergence: Divergence
 
 

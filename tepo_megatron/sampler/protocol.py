@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, TopTokens, WeightsVersion
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, prompt_seed
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
@@ -202,8 +202,10 @@ class Sampler(WeightReceiver, Protocol):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Returns, by address, natural log-probs of all tokens but the first, at temperature 1."""
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        """As ``prompt_logprobs``, from any one server, in any thread; other servers repeat what one fails to do."""
+    def score(self, tokens: Sequence[int], k: int = 0) -> Scores:
+        """As ``prompt_logprobs``, from any one server, in any thread; other servers repeat what one fails to do. ``k``: also
+        the most likely tokens at each place.
+        """
 
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         """Returns, by address, log-probs of up to ``n`` tokens drawn after ``prompt``, with the prefix cache and without."""
@@ -213,6 +215,13 @@ class Sampler(WeightReceiver, Protocol):
 
     def figures(self) -> dict[str, float]:
         """Covers the time since the last call."""
+
+
+class Scores(NamedTuple):
+    """Covers all tokens but the first."""
+
+    logprobs: list[float]
+    top: TopTokens | None = None
 
 
 class CacheReading(NamedTuple):

@@ -1,8 +1,8 @@
 """A step's rollouts as JSON lines, written whole or not at all.
 
 The first line has format, step, number of rollouts, and a digest of the rest. Token ids are base64 of little-endian int32,
-log-probs of float32; ``versions`` are (first token, step, digest); ``loss_mask`` has a bit per response token, 1 for the
-model's. Formats 1 and 2 are read too.
+log-probs of float32, ``teacher_top`` of both in turn; ``versions`` are (first token, step, digest); ``loss_mask`` has a bit per
+response token, 1 for the model's. Formats 1 and 2 are read too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tepo_megatron.core.problem import is_reward, not_a_reward
-from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.sampling import response_faults
@@ -52,6 +52,12 @@ def _read_sampling_mask(value: object) -> Any:
     return SamplingMask(*(_decode(value.get(name), _IDS) for name in ("counts", "ids")))
 
 
+def _read_top(value: object) -> Any:
+    if not isinstance(value, dict) or type(value.get("k")) is not int or value["k"] < 1:
+        raise ValueError("not a teacher's top tokens: k and data")
+    return _decode(value.get("data"), TOP_TOKEN).reshape(-1, value["k"])
+
+
 _Ids = Annotated[np.ndarray, BeforeValidator(lambda text: _decode(text, _IDS))]
 _Logprobs = Annotated[np.ndarray, BeforeValidator(lambda text: _decode(text, _LOGPROBS))]
 _Bits = Annotated[np.ndarray, BeforeValidator(lambda text: np.unpackbits(_decode(text, np.uint8)))]
@@ -76,6 +82,7 @@ class _Line(_Common):
     loss_mask: _Bits | None = None
     sampling_mask: Annotated[SamplingMask, BeforeValidator(_read_sampling_mask)] | None = None
     teacher_logprobs: _Logprobs | None = None
+    teacher_top: Annotated[np.ndarray, BeforeValidator(_read_top)] | None = None
 
     def rollout(self) -> Rollout:
         spans = tuple((start, WeightsVersion(step, digest)) for start, step, digest in self.versions)
@@ -194,6 +201,8 @@ def _line(rollout: Rollout) -> str:
         line["routed_experts"] = {"shape": routes.shape, "dtype": dtype, "data": _encode(routes, dtype)}
     if rollout.teacher_logprobs is not None:
         line["teacher_logprobs"] = _encode(rollout.teacher_logprobs, _LOGPROBS)
+    if (top := rollout.teacher_top) is not None:
+        line["teacher_top"] = {"k": top.shape[1], "data": _encode(top, TOP_TOKEN)}
     if rollout.loss_mask is not None:
         line["loss_mask"] = _encode(np.packbits(rollout.loss_mask), np.uint8)
     if (mask := rollout.sampling_mask) is not None:
@@ -262,6 +271,12 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
             yield f"response token {index} has the log-prob {logprobs[index]}, not 0, and the model did not write it"
     if (judged := rollout.teacher_logprobs) is not None and (judged.size != logprobs.size or not np.isfinite(judged).all()):
         yield f"the teacher's log-probs are {judged.size}, and some may not be finite, for {logprobs.size} tokens"
+    if (top := rollout.teacher_top) is not None:
+        ids, highest = np.sort(top["id"], 1), 2**31 if vocab_size is None else vocab_size
+        if len(top) != logprobs.size or not np.isfinite(top["logprob"]).all():
+            yield f"the teacher's top tokens are of {len(top)}, and some may not be finite, for {logprobs.size} tokens"
+        elif (ids < 0).any() or (ids >= highest).any() or (ids[:, 1:] == ids[:, :-1]).any():
+            yield f"some of the teacher's top tokens are not among the model's {highest}, or twice at one place"
     parts = {f"reward's component {name!r}": part for name, part in rollout.reward_parts.items()}
     for name, reward in {"reward": rollout.reward, **parts}.items():
         if reward is not None and not is_reward(reward):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.rollout import Logprobs, Response, Rollout
+from tepo_megatron.core.rollout import Logprobs, Response, Rollout, TopTokens
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 
@@ -29,10 +29,12 @@ class RewardResult:
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict, repr=False)
     teacher_logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
+    teacher_top: TopTokens | None = field(default=None, repr=False, compare=False)
     seconds: float = field(default=0.0, repr=False, compare=False)
 
     def of(self, rollout: Rollout) -> Rollout:
-        return replace(rollout, reward=self.reward, reward_parts=self.parts, teacher_logprobs=self.teacher_logprobs)
+        judged: dict[str, Any] = {"teacher_logprobs": self.teacher_logprobs, "teacher_top": self.teacher_top}
+        return replace(rollout, reward=self.reward, reward_parts=self.parts, **judged)
 
     def is_correct(self, correct_at: float, component: str | None = None) -> bool:
         """The first of ``component``'s names (``right,ok``) that the reward has decides; without components the reward."""

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.teachers import TeacherConfig
-from tepo_megatron.core.rollout import Rollout, SamplingMask, not_recorded
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import ModelSpec
 
 
 def pack(
-    rollouts: Sequence[Rollout], *, mask_truncated: bool = False, routes: bool = True, sampling_masks: bool = True
+    rollouts: Sequence[Rollout],
+    *,
+    mask_truncated: bool = False,
+    routes: bool = True,
+    sampling_masks: bool = True,
+    top_tokens: bool = True,
 ) -> Batch:
     """Packs on the CPU. The label at t is token t + 1. Raises ValueError that names an unsuitable rollout.
 
@@ -41,6 +46,7 @@ def pack(
         logprobs[first : end - 1] = rollout.sampler_logprobs
         if rollout.teacher_logprobs is not None:
             judged[first : end - 1] = rollout.teacher_logprobs
+    top_ids_TK, top_logprobs_TK = _pack_top(rollouts if top_tokens else (), tokens.size, (starts + prompts - 1).tolist())
     return Batch(
         tokens_T=torch.from_numpy(tokens),
         labels_T=torch.from_numpy(labels),
@@ -48,6 +54,8 @@ def pack(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
         sampler_logprobs_T=torch.from_numpy(logprobs),
         teacher_logprobs_T=torch.from_numpy(judged) if any(r.teacher_logprobs is not None for r in rollouts) else None,
+        top_ids_TK=top_ids_TK,
+        top_logprobs_TK=top_logprobs_TK,
         rewards_S=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
         routed_experts_T=_pack_routes(rollouts) if routes else None,
@@ -110,6 +118,22 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
     return torch.from_numpy(packed)
 
 
+def _pack_top(rollouts: Sequence[Rollout], tokens: int, starts: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
+    first = next((rollout.teacher_top for rollout in rollouts if rollout.teacher_top is not None), None)
+    if first is None:
+        return None, None
+    packed = np.zeros((tokens, first.shape[1]), TOP_TOKEN)
+    for rollout, start in zip(rollouts, starts, strict=True):
+        top, shape = rollout.teacher_top, (rollout.response_ids.size, first.shape[1])
+        if top is None or top.shape != shape:
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} should have its teacher's top tokens, {shape}, but has "
+                f"{'none' if top is None else top.shape}; all of a step are judged with one objective.distill.k"
+            )
+        packed[start : start + len(top)] = top
+    return torch.from_numpy(packed["id"].copy()), torch.from_numpy(packed["logprob"].copy())
+
+
 def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
@@ -126,15 +150,22 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     return SamplingMask.joined(parts)
 
 
-def check_judged(rollouts: Sequence[Rollout], numbers: Sequence[int] | None, teachers: Mapping[str, TeacherConfig]) -> None:
+def check_judged(rollouts: Sequence[Rollout], numbers: Sequence[int] | None, config: RunConfig) -> None:
     """Raises ValueError if a served teacher's log-probs are missing. ``numbers``: as of `Trainer.batch_from_root`."""
-    named = list(teachers.items())
+    named, k = list(config.teachers.items()), config.objective.teacher_top_k
     for index, rollout in enumerate(rollouts if named else ()):
         name, teacher = named[0 if numbers is None else numbers[index]]
         if teacher.place == "server" and rollout.teacher_logprobs is None:
             raise ValueError(
                 f"rollout of problem {rollout.problem_id} has no log-probs of teachers.{name}, which is served; record it "
                 "again with it, leave rewards to reward.verifier in rollout.collect, or set place = ranks"
+            )
+        recorded = 0 if rollout.teacher_top is None else rollout.teacher_top.shape[1]
+        if k and recorded != k:
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} has {f'the top {recorded}' if recorded else 'no top tokens'} of "
+                f"teachers.{name}, and objective.distill.of = top_k needs {k}; record it again with that, or set distill."
+                f"{f'k = {recorded}' if recorded else 'of = sampled'}"
             )
 
 

@@ -98,10 +98,11 @@ def source_verifiers(config: RunConfig) -> dict[str, Any]:
 
 
 def served_teachers(config: RunConfig) -> dict[str, Any]:
-    """Those that decide rollouts: by source, the teacher's path and server."""
+    """Those that decide rollouts: by source, the teacher's path and server, and the number of its top tokens."""
     named = {source.called: config.teacher_of(source.called) for source in config.data.train_sources}
     teachers = {source: config.teachers[name] for source, name in named.items() if name is not None}
-    return {name: [item.path, item.served.quantization] for name, item in teachers.items() if item.place == "server"}
+    also = [config.objective.teacher_top_k] if config.objective.teacher_top_k else []
+    return {name: [item.path, item.served.quantization, *also] for name, item in teachers.items() if item.place == "server"}
 
 
 def _teacher_digests(config: RunConfig) -> dict[str, str | None]:

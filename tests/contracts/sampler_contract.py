@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, SampleStream, WeightReceiver
+from tepo_megatron.core.rollout import TOP_TOKEN, Response, WeightsVersion
+from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, SampleStream, Scores, WeightReceiver
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tests.contracts.naming import naming_members, refused
 
@@ -173,7 +173,7 @@ def calls(sampler: Sampler) -> None:
     returned("describe", sampler.describe(), list)
     returned("figures", sampler.figures(), dict)
     returned("prompt_logprobs", sampler.prompt_logprobs(PROMPTS[0]), dict)
-    returned("score", sampler.score(PROMPTS[0]), list)
+    returned("score", sampler.score(PROMPTS[0], 2), Scores)
     returned("read_through_cache", sampler.read_through_cache(PROMPTS[0], 2), dict)
     returned("read_back", sampler.read_back(), dict)
     assert not any(result.changed for result in sampler.read_back().values()), (
@@ -393,13 +393,20 @@ def prompt_oracle(seed: int, prompt: Sequence[int]) -> list[float]:
     return scores
 
 
-@check("score: many threads score texts, and each gets its own")
+@check("score: many threads score texts, and each gets its own, with the most likely tokens")
 def _scores_in_threads(sampler: Sampler) -> None:
     send(sampler, 0)
     with ThreadPoolExecutor(4) as threads:
-        scored = list(threads.map(sampler.score, PROMPTS * 3))
-    for prompt, scores in zip(PROMPTS * 3, scored, strict=True):
-        assert_close("score", scores, prompt_oracle(0, prompt))
+        scored = list(threads.map(sampler.score, PROMPTS * 3, (0, 1, 5) * len(PROMPTS)))
+    for prompt, k, (logprobs, top) in zip(PROMPTS * 3, (0, 1, 5) * len(PROMPTS), scored, strict=True):
+        assert_close("score", logprobs, prompt_oracle(0, prompt))
+        if k:
+            assert top is not None, "score: the most likely tokens are missing"
+            assert (top.shape, top.dtype) == ((len(prompt) - 1, k), TOP_TOKEN), "score: not k tokens at each place"
+            best = oracle_logits(0, prompt)[:-1].log_softmax(-1)
+            ids = torch.from_numpy(top["id"].astype(np.int64))
+            assert_close("score", top["logprob"].ravel(), best.gather(1, ids).ravel())
+            assert_close("score", top["logprob"].ravel(), best.topk(k).values.ravel())
 
 
 @check("prompt_logprobs: every server scores a prompt")

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.protocol import KeyedResponse, Sampler, SampleStream, WeightReceiver, make_sampler, sampler_spec
+from tepo_megatron.sampler.protocol import (
+    KeyedResponse,
+    Sampler,
+    SampleStream,
+    Scores,
+    WeightReceiver,
+    make_sampler,
+    sampler_spec,
+)
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tests.contracts.sampler_contract import (
@@ -119,6 +127,12 @@ class FinishedParts(ReferenceStream):
         return [(key, index, Response(part.response_ids, part.logprobs, "stop", part.versions)) for key, index, part in results]
 
 
+class WorstFirst(ReferenceSampler):
+    def score(self, tokens: Any, k: int = 0) -> Scores:
+        logprobs, top = super().score(tokens, k)
+        return Scores(logprobs, None if top is None else top[:, ::-1])
+
+
 class NeverWakes(ReferenceSampler):
     def wake_up(self) -> None:
         return None
@@ -146,6 +160,7 @@ class ConsumesNothing(ReferenceSampler):
         (ForgetsTheFirstVersion, "update_weights_from_tensors: a response in progress"),
         (SwapsGroups, "generate: groups are in the order"),
         (with_streams(FinishedParts), "abort: parts come back"),
+        (WorstFirst, "score: many threads"),
         (NeverWakes, "sleep: an update and wake_up"),
         (ConsumesNothing, "update_weights_from_tensors: tensors that do not fit"),
     ],

@@ -9,16 +9,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, Divergence, TeacherTopK, TokenScores
 from tepo_megatron.trainer import protocol
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, leftovers, read_state
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult
@@ -442,6 +444,36 @@ def asks_the_teachers(make: Make, folder: Path) -> None:
     trainer.close()
 
 
+def compares_with_a_served_teachers_top_k(make: Make, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rollouts = []
+    for rollout in draw_rollouts():
+        best = torch.randn(rollout.response_ids.size, VOCABULARY, generator=generator).log_softmax(-1).topk(6)
+        top = np.empty(best.indices.shape, TOP_TOKEN)
+        top["id"], top["logprob"] = best.indices.numpy(), best.values.numpy()
+        rollouts.append(replace(rollout, teacher_logprobs=top["logprob"][:, 0], teacher_top=top))
+    distill = {"of": "top_k", "k": 6, "divergence": "jsd", "beta": 0.25}
+    served = {"served": {"path": "unread", "place": "server"}}
+    changes = {"objective": {"distill": distill}, "teachers": served, "rollout": {"sampling": {"temperature": 1.0}}}
+    trainer = start(make, folder, **changes)
+    batch = trainer.score(trainer.batch_from_root(rollouts))
+    require(batch.top_ids_TK is not None and batch.top_logprobs_TK is not None, "Trainer.score dropped the teacher's top k")
+    teacher = TeacherTopK(batch.top_ids_TK, batch.top_logprobs_TK, Divergence("jsd", 0.25))
+    scores = dense_logprob_and_entropy(Dense(folder).logits(batch), batch.labels_T, mask_T=batch.loss_mask_T, teacher=teacher)
+    expected = {
+        "divergence": scores.divergence,
+        "agreement": scores.agreement,
+        "mass": torch.cat([torch.tensor(rollout.teacher_top["logprob"]) for rollout in rollouts]).exp().sum(1),
+    }
+    sums = trainer.update(batch).sums
+    for name, values in expected.items():
+        total, count = sums[f"distill/{name}"]
+        error = abs(total - float(values.detach().sum()))
+        require(count == int(batch.loss_mask_T.sum()), f"Trainer.update: distill/{name} does not count the response tokens")
+        require(error < 2e-5 * count, f"Trainer.update: distill/{name} is off by {error / count:.2g} from float64")
+    trainer.close()
+
+
 def broadcasts_json(make: Make, folder: Path) -> None:
     trainer = start(make, folder)
     value = {"a": [1, 0.1, None, True, "ü"], "b": (1, 2)}
@@ -508,6 +540,7 @@ CHECKS: dict[str, Callable[[Make, Path], None]] = {
         hands_out_weights,
         scores_the_reference_model,
         asks_the_teachers,
+        compares_with_a_served_teachers_top_k,
         broadcasts_json,
         reports_metrics,
         keeps_bits_when_offloaded,

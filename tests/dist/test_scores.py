@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.types import TeacherHead, TeacherLogits
+from tepo_megatron.core.types import TeacherHead, TeacherLogits, TeacherTopK
 from tests.support.dense_scores import (
     BACKENDS,
     DIVERGENCES,
@@ -16,6 +16,7 @@ from tests.support.dense_scores import (
     loss,
     teacher_head,
     teacher_of,
+    top_k_of,
 )
 from tests.support.launch import run_dist
 
@@ -164,20 +165,25 @@ def _diverge(rank, world, shapes):
         ):
             for backend in BACKENDS:
                 for divergence in DIVERGENCES:
-                    _diverge_once(rank, group, width, vocab, dtype, backend, divergence, tolerance, rounding)
+                    for k in (0, 3):
+                        _diverge_once(rank, group, width, vocab, dtype, backend, divergence, k, tolerance, rounding)
 
 
-def _diverge_once(rank, group, width, vocab, dtype, backend, divergence, tolerance, rounding):
+def _diverge_once(rank, group, width, vocab, dtype, backend, divergence, k, tolerance, rounding):
     world = 1 if group is None else dist.get_world_size(group)
     logits, labels, mask, weights = _case(world, width, vocab, dtype)
-    whole = teacher_of(logits, labels, divergence, seed=1)
+    held: TeacherLogits | TeacherTopK = (whole := teacher_of(logits, labels, divergence, seed=1))
     columns = slice(rank * width, (rank + 1) * width)
     leaf = logits[:, columns].clone().requires_grad_()
     options = {"temperature": 0.7, "vocab_size": vocab, "mask_T": mask, "entropy_slope": True}
-    shard = TeacherLogits(whole.logits_TVp[:, columns], divergence)
+    shard: TeacherLogits | TeacherTopK = TeacherLogits(whole.logits_TVp[:, columns], divergence)
+    if k:
+        logits[:, :vocab] = logits[:, :vocab] / 3  # a rest of e⁻²⁰ would be below what counts
+        leaf = logits[:, columns].clone().requires_grad_()
+        shard = held = top_k_of(TeacherLogits(whole.logits_TVp[:, :vocab].clamp(min=-5), divergence), k, 0.7)
     scores = logprob_and_entropy(leaf, labels, tp_group=group, backend=backend, teacher=shard, **options)
     dense = logits.double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense, labels, teacher=whole, **options)
+    oracle = dense_logprob_and_entropy(dense, labels, teacher=held, **options)
     assert_scores(scores, oracle, tolerance)
     loss(scores, weights).backward()
     loss(oracle, weights).backward()
@@ -195,7 +201,7 @@ def _diverge_once(rank, group, width, vocab, dtype, backend, divergence, toleran
     ("world", "shapes"), [(1, [(37, 37), (40, 37)]), (2, [(16, 32), (16, 29), (16, 13)]), (4, [(8, 31), (8, 9), (10, 17)])]
 )
 def test_divergences_match_the_dense_oracle(world, shapes):
-    """With a teacher's shards, a mask, a temperature, and shards of padding alone; equal bits on all ranks."""
+    """With a teacher's shards or its top 3, a mask, a temperature, and shards of padding alone; equal bits on all ranks."""
     if world == 1:
         _diverge(0, 1, shapes)
     else:
@@ -220,36 +226,45 @@ def _count_collectives_with_a_teacher(rank, world):
         scores.divergence.sum().backward()
         seen.append(list(gathered))
         gathered.clear()
+        top = top_k_of(TeacherLogits(torch.randn(6, 16), divergence), 5)
+        scores = logprob_and_entropy(logits, torch.arange(6), tp_group=dist.group.WORLD, teacher=top)
+        scores.divergence.sum().backward()
+        seen.append(list(gathered))
+        gathered.clear()
     return seen
 
 
 def test_a_teacher_adds_bytes_to_the_collective_and_jsd_a_small_one():
-    """Bytes per token, forward and backward."""
-    assert run_dist(2, _count_collectives_with_a_teacher) == 2 * [[[40], [40], [40, 8]]]
+    """Bytes per token, forward and backward, from logits and from the top 5."""
+    assert run_dist(2, _count_collectives_with_a_teacher) == 2 * [[[40], [36], [40], [36], [40, 8], [36]]]
 
 
-def _fused(rank, world, cases):
-    for width, vocab in cases:
+def _fused(rank, world, shapes):
+    for width, vocab in shapes:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             for sequence_parallel in (False, True):
-                for kept, divergence in ((False, None), (True, None), *((False, divergence) for divergence in DIVERGENCES)):
-                    _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence)
+                cases = [(False, None, 0), (True, None, 0), *((False, it, k) for it in DIVERGENCES for k in (0, 4))]
+                for kept, divergence, k in cases:
+                    _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence, k)
 
 
-def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence):
+def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence, k):
     generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(20, 6, generator=generator).to(dtype)
+    hidden = (torch.randn(20, 6, generator=generator) / (4 if k else 1)).to(dtype)  # with a top k, of a rest that counts
     weight = torch.randn(world * width, 6, generator=generator).to(dtype)
     labels, mask = torch.randint(0, vocab, (20,), generator=generator), torch.rand(20, generator=generator) < 0.8
     rows = slice(rank * 20 // world, (rank + 1) * 20 // world) if sequence_parallel else slice(None)
     own_hidden = hidden[rows].clone().requires_grad_()
     own_weight = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
     kept_TK = _kept(torch.cat([labels, labels[:3]]), vocab)[:20] if kept else None
-    whole = own_teacher = of_whole = None
+    own_teacher: Any = None
+    of_whole: Any = None
     if divergence is not None:
         whole = teacher_head(hidden, weight, divergence)
         own_teacher = TeacherHead(whole.hidden_TG[rows], whole.weight_VpG[rank * width : (rank + 1) * width], divergence)
         of_whole = TeacherLogits(whole.hidden_TG.double() @ whole.weight_VpG.double().t(), divergence)
+    if k:
+        own_teacher = of_whole = top_k_of(TeacherLogits(of_whole.logits_TVp / 4, divergence), k, 0.8, vocab)
     scores = fused_linear_logprob_and_entropy(
         own_hidden,
         own_weight,

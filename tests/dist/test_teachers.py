@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.core.types import Batch
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout
+from tepo_megatron.core.types import Batch, Divergence, TeacherTopK
+from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.engines import Split, Worlds, assert_first_moments, figures, make_engine, save_checkpoint, short_rollouts
 from tests.support.float64 import token_scores
 from tests.support.random_models import random_family
@@ -24,6 +27,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "reverse_kl": {"of": "all", "divergence": "reverse_kl"},
     "forward_kl": {"of": "all", "divergence": "forward_kl"},
     "jsd": {"of": "all", "divergence": "jsd", "beta": BETA},
+    "top_k": {"of": "top_k", "k": 5, "divergence": "jsd", "beta": BETA},
 }
 
 
@@ -37,6 +41,10 @@ class Case(Split):
     @property
     def name(self) -> str:
         return super().name or self.kind
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 if self.kind == "top_k" else TEMPERATURE
 
 
 SINGLE = [
@@ -56,6 +64,9 @@ OTHERS = [
     Case(kind="reverse_kl", dp=2, head="logits"),
     Case(kind="jsd", tp=2, sp=True, pp=2, teachers=2),
     Case(kind="reverse_kl", tp=2, sp=True, cp=2),
+    Case(kind="top_k", tp=2, sp=True),
+    Case(kind="top_k", tp=2, cp=2, head="logits"),
+    Case(kind="top_k", pp=2, dp=2),
 ]
 
 
@@ -64,19 +75,35 @@ def rollouts() -> list[Rollout]:
     return short_rollouts(prompt=2)
 
 
+def judge(folder: Path) -> list[Rollout]:
+    """With the top 5 of a served teacher."""
+    batch, judged = pack(rollouts()), []
+    with torch.no_grad():
+        logq_TV, _ = _logits(folder / "big", batch, 1.0)
+    for rollout, end in zip(rollouts(), batch.cu_seqlens[1:].tolist(), strict=True):
+        index = slice(end - 1 - rollout.response_ids.size, end - 1)
+        best = logq_TV[index].topk(5)
+        top = np.empty(best.indices.shape, TOP_TOKEN)
+        top["id"], top["logprob"] = best.indices.numpy(), best.values.numpy()
+        of_labels = logq_TV[index].gather(1, batch.labels_T[index, None])[:, 0]
+        judged.append(replace(rollout, teacher_logprobs=of_labels.numpy(), teacher_top=top))
+    return judged
+
+
 def teachers_of(case: Case) -> list[int] | None:
     return None if case.teachers == 1 else [number % 2 for number in range(len(rollouts()))]
 
 
 def work(case: Case, folder: Path) -> dict[str, Any]:
-    names = ["big", "small"][: case.teachers]
+    names, served = ["big", "small"][: case.teachers], case.kind == "top_k"
+    drawn = read_rollouts(folder / "judged", 0) if served else rollouts()
     config = {
         "model": {"path": str(folder / "student")},
         "engine": {"parallel": case.parallel, "micro_batch_tokens": case.tokens, "head": case.head},
         "objective": {"preset": "dapo", "distill": {"coefficient": COEFFICIENT, **DIVERGENCES[case.kind]}},
-        "teachers": {name: {"path": str(folder / name)} for name in names},
+        "teachers": {name: {"path": str(folder / name), "place": "server" if served else "ranks"} for name in names},
         "optimizer": {"lr": 1e-4, "distributed": case.distributed, "clip_grad": 0.0},
-        "rollout": {"sampling": {"temperature": TEMPERATURE}},
+        "rollout": {"sampling": {"temperature": case.temperature}},
         "train": {"minibatches": 1, "steps": 2},
     }
     if case.teachers == 2:
@@ -85,14 +112,14 @@ def work(case: Case, folder: Path) -> dict[str, Any]:
             "heldout": None,
         }
         config["evaluate"] = {"every": 0}
-    engine = make_engine(config, teachers={name: folder / name for name in names})
+    engine = make_engine(config, teachers={} if served else {name: folder / name for name in names})
     is_root = engine.ranks.rank == 0
-    batch = engine.score(engine.batch_from_root(rollouts() if is_root else None, teachers_of(case)))
+    batch = engine.score(engine.batch_from_root(drawn if is_root else None, teachers_of(case)))
     result = engine.update(batch)
     assert not result.skipped
     save_checkpoint(engine, folder / case.name, step=1, state={})
     report = {"logprobs": batch.teacher_logprobs_T, "figures": figures(result)}
-    again = engine.update(engine.score(engine.batch_from_root(rollouts() if is_root else None, teachers_of(case))))
+    again = engine.update(engine.score(engine.batch_from_root(drawn if is_root else None, teachers_of(case))))
     return {**report, "again": figures(again)}
 
 
@@ -109,15 +136,16 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds[Case]:
         settings = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
         model = random_family(family, {**sizes, **heads, **settings}, seed=seed, scale=0.15)
         model.save_pretrained(folder / name)
+    write_rollouts(folder / "judged", 0, judge(folder))
     return Worlds(folder, [*SINGLE, *OTHERS], work)
 
 
-def _logits(folder: Path, batch: Batch) -> tuple[Tensor, Any]:
+def _logits(folder: Path, batch: Batch, temperature: float = TEMPERATURE) -> tuple[Tensor, Any]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     rows = [model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-    return (torch.cat(rows) / TEMPERATURE).log_softmax(-1), model
+    return (torch.cat(rows) / temperature).log_softmax(-1), model
 
 
 def _of_teacher(batch: Batch, case: Case, values: list[Tensor]) -> Tensor:
@@ -132,15 +160,21 @@ def _of_teacher(batch: Batch, case: Case, values: list[Tensor]) -> Tensor:
 def oracle(folder: Path, case: Case) -> tuple[Tensor, float, dict[str, Tensor]]:
     """The teachers' log-probs, the loss, and its gradients."""
     batch = pack(rollouts())
-    logp_TV, model = _logits(folder / "student", batch)
+    logp_TV, model = _logits(folder / "student", batch, case.temperature)
     with torch.no_grad():
-        logq_TV = _of_teacher(batch, case, [_logits(folder / name, batch)[0] for name in ("big", "small")])
+        logq_TV = _of_teacher(batch, case, [_logits(folder / name, batch, case.temperature)[0] for name in ("big", "small")])
     p_TV, q_TV = logp_TV.exp(), logq_TV.exp()
     forward_T = (q_TV * (logq_TV - logp_TV)).sum(-1)
     if case.kind == "sampled":
         d_T = (logp_TV - logq_TV).gather(1, batch.labels_T[:, None])[:, 0]
         ratio_T = (logp_TV - logp_TV.detach()).gather(1, batch.labels_T[:, None])[:, 0].exp()
         value_T = ratio_T * ((-d_T).exp() - 1 + d_T)
+    elif case.kind == "top_k":
+        best = logq_TV.topk(5)
+        top = TeacherTopK(best.indices, best.values, Divergence("jsd", BETA))
+        scores = dense_logprob_and_entropy(logp_TV, batch.labels_T, teacher=top)
+        assert scores.divergence is not None
+        value_T = scores.divergence
     elif case.kind == "jsd":
         logm_TV = (BETA * q_TV + (1 - BETA) * p_TV).log()
         value_T = BETA * (q_TV * (logq_TV - logm_TV)).sum(-1) + (1 - BETA) * (p_TV * (logp_TV - logm_TV)).sum(-1)

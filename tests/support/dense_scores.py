@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.types import Divergence, TeacherHead, TeacherLogits, TokenScores
+from tepo_megatron.core.types import LEAST_REST, Divergence, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 
 BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 
@@ -24,7 +24,7 @@ def dense_logprob_and_entropy(
     mask_T: Tensor | None = None,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
-    teacher: TeacherLogits | None = None,
+    teacher: TeacherLogits | TeacherTopK | None = None,
 ) -> TokenScores:
     """Computes what `logprob_and_entropy` does, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
 
@@ -50,8 +50,11 @@ def dense_logprob_and_entropy(
         rise_TV = (p_TV * (finite_TV + entropy_T.unsqueeze(1))).detach()  # −∂H/∂logits
         slope_T = (p_TV * rise_TV).sum(-1) - rise_TV.gather(1, label_T.unsqueeze(1)).squeeze(1)
         slope_T = torch.where(mask_T, slope_T, 0.0)
-    from_teacher = () if teacher is None else _from_teacher(scaled_TV, teacher, label_T, temperature)
-    rest = (torch.where(mask_T, values_T, torch.zeros_like(values_T)) for values_T in from_teacher)
+    if isinstance(teacher, TeacherTopK):
+        from_teacher = _from_top_k(scaled_TV, teacher, mask_T)
+    else:
+        from_teacher = () if teacher is None else _from_teacher(scaled_TV, teacher, label_T, temperature)
+    rest = (v_T if v_T is None else torch.where(mask_T, v_T, torch.zeros_like(v_T)) for v_T in from_teacher)
     return TokenScores(torch.where(mask_T, logprob_T, 0.0), torch.where(mask_T, entropy_T, 0.0), slope_T, *rest)
 
 
@@ -62,9 +65,29 @@ def _from_teacher(student_TV, teacher, label_T, temperature):
     return dense_divergence(student_TV, teacher_TV, teacher.divergence), logprob_T, same_T
 
 
+def _from_top_k(student_TV, teacher, mask_T):
+    ids_TK = torch.where(mask_T.unsqueeze(1), teacher.ids_TK.long(), 0)
+    logp_TK = student_TV.log_softmax(-1).gather(1, ids_TK)
+    in_top_TV = torch.zeros_like(student_TV, dtype=torch.bool).scatter_(1, ids_TK, True)
+    rest_T1 = student_TV.softmax(-1).masked_fill(in_top_TV, 0.0).sum(1, keepdim=True)
+    others_T1 = 1 - teacher.logprobs_TK.double().exp().sum(1, keepdim=True)
+    logp_TO, logq_TO = (
+        torch.cat([log_TK, rest_T1.clamp(min=LEAST_REST).log()], 1)
+        for log_TK, rest_T1 in ((logp_TK, rest_T1), (teacher.logprobs_TK.double(), others_T1))
+    )
+    return (
+        _from_logprobs(logp_TO, logq_TO, teacher.divergence),
+        None,
+        student_TV.gather(1, ids_TK[:, :1]).squeeze(1) >= student_TV.amax(1),
+    )
+
+
 def dense_divergence(student_TV: Tensor, teacher_TV: Tensor, divergence: Divergence) -> Tensor:
     """Computes it from logits in fp64, by the definitions of GKD; β is TRL's (1.16.0, `generalized_jsd_loss`)."""
-    logp_TV, logq_TV = student_TV.double().log_softmax(-1), teacher_TV.double().log_softmax(-1)
+    return _from_logprobs(student_TV.double().log_softmax(-1), teacher_TV.double().log_softmax(-1), divergence)
+
+
+def _from_logprobs(logp_TV, logq_TV, divergence):
     if divergence.kind == "forward_kl":
         return _kl(logq_TV, logp_TV)
     if divergence.kind == "reverse_kl":
@@ -96,6 +119,23 @@ def teacher_of(logits: Tensor, labels: Tensor, divergence: Divergence, *, spread
     excluded = where[divergence.kind]
     excluded[rows, labels] = False
     return TeacherLogits(values.masked_fill(excluded, -torch.inf).to(logits.dtype), divergence)
+
+
+@st.composite
+def top_k_cases(draw, *, small=False):
+    """As `cases`, with a teacher's top k; the rest has at least 1e-6, or with ``small`` k much more."""
+    tokens, vocab = draw(st.integers(0, 9)), draw(st.integers(2, 30))
+    width, k = vocab + draw(st.integers(0, 3)), draw(st.integers(1, max(1, vocab // 2) if small else vocab - 1))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    logits = draw(st.sampled_from([0.1, 1.0])) * torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    logits += draw(st.sampled_from([0.0, 1000.0]))
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    mask = torch.rand(tokens, generator=generator) < 0.6 if draw(st.booleans()) else None
+    temperature, divergence = draw(st.sampled_from([0.8, 1.0, 2.0])), draw(st.sampled_from(DIVERGENCES))
+    other = logits + draw(st.sampled_from([0.0, 0.5])) * torch.randn(tokens, width, generator=generator)
+    teacher = top_k_of(TeacherLogits(other, divergence), k, temperature, vocab)
+    options = {"temperature": temperature, "vocab_size": vocab, "mask_T": mask, "teacher": teacher}
+    return logits, labels, options, torch.randn(2, tokens, generator=generator, dtype=torch.float64)
 
 
 @st.composite
@@ -155,7 +195,9 @@ def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient
     """Scores and both gradients of the head that makes no logits; ``gradient_tolerances`` are (rtol, atol)."""
     scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, teacher=teacher, **options)
     dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
-    if teacher is not None:
+    if isinstance(teacher, TeacherTopK):
+        options = options | {"teacher": teacher}
+    elif teacher is not None:
         logits = teacher.hidden_TG.double() @ teacher.weight_VpG.double().t()
         options = options | {"teacher": TeacherLogits(logits, teacher.divergence)}
     oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
@@ -164,6 +206,12 @@ def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient
     rtol, atol = gradient_tolerances
     for mine, theirs in zip(torch.autograd.grad(loss(scores, weights), (hidden, head)), expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=atol)
+
+
+def top_k_of(teacher: TeacherLogits, k: int, temperature: float = 1.0, vocab: int | None = None) -> TeacherTopK:
+    logprobs_TV = (teacher.logits_TVp[:, :vocab].double() / temperature).log_softmax(-1)
+    top = logprobs_TV.topk(min(k, logprobs_TV.shape[1]))
+    return TeacherTopK(top.indices.int(), top.values, teacher.divergence)
 
 
 def teacher_head(hidden: Tensor, head: Tensor, divergence: Divergence, width: int = 3) -> TeacherHead:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 import transformers
 from numpy.typing import ArrayLike
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import TOP_TOKEN, Response, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import (
     INITIAL_WEIGHTS,
     NO_SERVERS,
@@ -26,6 +27,7 @@ from tepo_megatron.sampler.protocol import (
     ReadBack,
     Sampler,
     SamplerOptions,
+    Scores,
 )
 from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
@@ -115,8 +117,11 @@ class ReferenceSampler(Sampler):
         logprobs = self._logits(prompt)[:-1].log_softmax(-1)
         return {"reference": logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()}
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        return self.prompt_logprobs(tokens)["reference"]
+    def score(self, tokens: Sequence[int], k: int = 0) -> Scores:
+        best = self._logits(tokens)[:-1].log_softmax(-1).topk(k)
+        top = np.empty(best.indices.shape, TOP_TOKEN)
+        top["id"], top["logprob"] = best.indices.numpy(), best.values.numpy()
+        return Scores(self.prompt_logprobs(tokens)["reference"], top if k else None)
 
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         ((response,),) = self.generate([prompt], n=1, temperature=1.0, max_new_tokens=n, seed=0)

@@ -22,7 +22,7 @@ from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores import logprob_and_entropy, noise_quantiles, rerounded
-from tepo_megatron.core.types import Batch, Divergence, ObjectiveOutput, TeacherLogits, TokenScores
+from tepo_megatron.core.types import Batch, Divergence, ObjectiveOutput, TeacherLogits, TeacherTopK, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, read_state
 from tepo_megatron.trainer.packing import check_judged, pack
@@ -44,6 +44,10 @@ def make_trainer(
     if config.rollout.sampling.truncates or config.model.lora is not None or config.optimizer.schedule != "constant":
         raise ValueError("the reference trainer knows no truncated sampling, adapters, or schedules but constant")
     return ReferenceTrainer(config, model_dir, teachers)
+
+
+def divergence_of(distill: Any) -> Divergence:
+    return Divergence(distill.divergence, distill.beta or 0.5)
 
 
 class ReferenceTrainer:
@@ -76,7 +80,7 @@ class ReferenceTrainer:
 
     def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         assert rollouts is not None
-        check_judged(rollouts, teachers, self.config.teachers)
+        check_judged(rollouts, teachers, self.config)
         batch = pack(rollouts, mask_truncated=self.config.rollout.truncated == "mask")
         batch = batch if teachers is None else batch.with_(teachers_S=torch.tensor(teachers))
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)
@@ -102,14 +106,19 @@ class ReferenceTrainer:
 
     def token_scores(self, model: Any, batch: Batch, *, temperature: float | None = None, train: bool = False) -> TokenScores:
         """Sequence by sequence, so that no value depends on the division into micro-batches."""
-        logits, teacher = self.logits(model, batch), None
+        logits = self.logits(model, batch)
+        distill: Any = self.config.objective.distill
+        teacher: TeacherLogits | TeacherTopK | None = None
+        if train and self.config.objective.teacher_top_k:
+            assert batch.top_ids_TK is not None
+            assert batch.top_logprobs_TK is not None
+            teacher = TeacherTopK(batch.top_ids_TK, batch.top_logprobs_TK, divergence_of(distill))
         if train and "divergence" in self.config.objective.needs:
             with torch.no_grad():
                 others = [
                     torch.where(batch.of_teacher(n)[:, None], self.logits(t, batch), 0.0) for n, t in enumerate(self.teachers)
                 ]
-            distill: Any = self.config.objective.distill
-            teacher = TeacherLogits(torch.stack(others).sum(0), Divergence(distill.divergence, distill.beta or 0.5))
+            teacher = TeacherLogits(torch.stack(others).sum(0), divergence_of(distill))
         return logprob_and_entropy(
             logits,
             batch.labels_T,

@@ -24,6 +24,7 @@ from tests.support.dense_scores import (
     loss,
     teacher_head,
     teacher_of,
+    top_k_cases,
 )
 
 
@@ -45,6 +46,12 @@ def test_divergences_match_the_dense_oracle(divergence: Divergence, case: Any, i
     teacher = teacher_of(logits.float(), labels, divergence, spread=spread)
     options = options | {"teacher": teacher}
     compare(logits.float(), labels, options, weights, inplace=inplace, backend="triton", tolerance=2e-5)
+
+
+@settings(max_examples=20)
+@given(case=top_k_cases(small=True), inplace=st.booleans())
+def test_divergences_from_a_top_k_match_the_dense_oracle(case: Any, inplace: bool) -> None:
+    compare(case[0].float(), *case[1:], inplace=inplace, backend="triton", tolerance=2e-5)
 
 
 @BY_KIND

@@ -110,6 +110,11 @@ class ObjectiveConfig(Section):
         return "reference" in self.needs
 
     @property
+    def teacher_top_k(self) -> int:
+        """How many tokens a served teacher must name; 0: none."""
+        return self.distill.k if self.distill is not None and self.distill.of == "top_k" else 0
+
+    @property
     def selects_tokens(self) -> bool:
         return any(section.selects_tokens for section in self.sections.values())
 

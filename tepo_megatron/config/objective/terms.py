@@ -133,11 +133,14 @@ class KLCov(KLTerm):
 class Distill(ObjectiveSection):
     """Draws the policy to a teacher (``teachers``): the divergence of every response token, subtracted from the surrogate."""
 
-    of: Literal["sampled", "all"] = "sampled"
+    of: Literal["sampled", "all", "top_k"] = "sampled"
     """``sampled``: an unbiased estimate of the reverse KL from the sampled token's log-probs, r (exp(−d) − 1 + d) with r =
     π_θ/π_old and d = log π_θ − log π_teacher. ``all``: the divergence over the whole vocabulary; the teacher must be on the
-    trainer's ranks.
+    trainer's ranks. ``top_k``: over the ``k`` most likely tokens of a served teacher, and all others as one.
     """
+
+    k: Annotated[int, Field(ge=1, le=64)] = 8
+    """``top_k`` only: tokens that the server names at every place; their log-probs are sent and recorded."""
 
     coefficient: Coefficient = 1.0
     """Factor of the divergence."""
@@ -152,7 +155,7 @@ class Distill(ObjectiveSection):
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset({"teacher"} if self.of == "sampled" else {"divergence"})
+        return frozenset({"divergence"} if self.of == "all" else {"teacher"})
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -160,8 +163,9 @@ class Distill(ObjectiveSection):
 
     def _faults(self) -> Iterator[str]:
         if self.of == "sampled" and self.divergence != "reverse_kl":
-            yield f"distill.divergence = {self.divergence} needs the whole distribution; set distill.of = all"
+            yield f"distill.divergence = {self.divergence} needs more than the sampled token; set distill.of = all, or top_k"
         yield from self._idle(["beta"], "divergence", "jsd")
+        yield from self._idle(["k"], "of", "top_k")
 
 
 class _EntropyBonus(ObjectiveSection):

@@ -80,7 +80,8 @@ class Step(NamedTuple):
         )
         logprob, later_entropy = (old + spread * noise[2]).requires_grad_(), (entropy + 0.1 * noise[3]).requires_grad_()
         slope, teacher, divergence = torch.randn(3, total, generator=generator, dtype=torch.float64)
-        batch = batch.with_(teacher_logprobs_T=old + 0.3 * teacher)
+        top = torch.randn(total, 4, generator=generator, dtype=torch.float64).log_softmax(1)
+        batch = batch.with_(teacher_logprobs_T=old + 0.3 * teacher, top_logprobs_TK=top[:, :3])
         return cls(batch, TokenScores(logprob, later_entropy, slope, divergence=divergence.abs().requires_grad_()))
 
     def pick(self, sequences: Sequence[int]) -> Step:
@@ -325,8 +326,9 @@ def _pad(step: Step, tokens: int, fill: float) -> Step:
     longer: dict[str, Tensor] = {}
     batch = step.batch
     for name, values in vars(batch).items():
-        if name.endswith("_T") and values is not None:
-            longer[name] = torch.cat([values, values.new_full((tokens,), fill if values.is_floating_point() else 0)])
+        if name.endswith(("_T", "_TK")) and values is not None:
+            added = values.new_full((tokens, *values.shape[1:]), fill if values.is_floating_point() else 0)
+            longer[name] = torch.cat([values, added])
         elif name.endswith(("_S", "_SK")) and values is not None:
             longer[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     cu_seqlens = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + tokens])

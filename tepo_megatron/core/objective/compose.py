@@ -242,7 +242,7 @@ class Objective:
         token_weight_T = _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T)
         numerator = -(token_weight_T * objective_T).sum()
         metrics, extrema = _measure(values, context.effective_samples, ratio_T, gain, weight_T, chosen_T)
-        metrics |= _measure_clip(self.config, context, values, gain) | _measure_teacher(scores, values)
+        metrics |= _measure_clip(self.config, context, values, gain) | _measure_teacher(scores, batch, values)
         recorded = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": chosen_T}
         recorded["advantage"] = values.advantage_T
         if (divergence_T := _from_teacher(values)) is not None:
@@ -338,7 +338,7 @@ def _from_teacher(values: TokenValues) -> Tensor | None:
 
 
 @torch.no_grad()
-def _measure_teacher(scores: TokenScores, values: TokenValues) -> dict[str, tuple[Tensor, Tensor]]:
+def _measure_teacher(scores: TokenScores, batch: Batch, values: TokenValues) -> dict[str, tuple[Tensor, Tensor]]:
     """Quarters are by place in the response."""
     value_T, mask_T, index_T = _from_teacher(values), values.mask_T, values.index_T
     if value_T is None:
@@ -356,6 +356,8 @@ def _measure_teacher(scores: TokenScores, values: TokenValues) -> dict[str, tupl
     }
     if scores.agreement is not None:
         metrics["distill/agreement"] = _over(mask_T, scores.agreement.to(value_T.dtype))
+    if batch.top_logprobs_TK is not None and values.divergence_T is not None:
+        metrics["distill/mass"] = _over(mask_T, batch.top_logprobs_TK.exp().sum(1).to(value_T.dtype))
     return metrics
 
 

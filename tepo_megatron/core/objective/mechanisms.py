@@ -66,7 +66,9 @@ def _distill(term: Distill, _: StepValues) -> _Mechanism:
 
     def penalty(values: TokenValues) -> Tensor:
         if values.divergence_T is None:
-            raise ValueError("objective.distill.of = 'all' needs scores.divergence; score with the teacher's logits")
+            raise ValueError(
+                f"objective.distill.of = {term.of!r} needs scores.divergence; score with the teacher's logits, or its top k"
+            )
         return term.coefficient * values.divergence_T
 
     return _Mechanism(lambda values: None, penalty)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import native
 from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring
-from tepo_megatron.core.scores.torch_sweep import IN_TORCH, KeptTokens, RowSweeps
+from tepo_megatron.core.scores.torch_sweep import IN_TORCH, KeptTokens, RowSweeps, TopK
 
 BackendName = Literal["auto", "torch", "cpp", "triton"]
 
@@ -38,7 +38,7 @@ class Backend(Protocol):
         """Writes all of ``out_TVp``, zeros for padding and masked rows. It may be the logits or have another dtype."""
 
 
-def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = False) -> Backend:
+def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = False, top_k: bool = False) -> Backend:
     """Raises ValueError for an unusable backend. On a CPU ``triton`` needs its interpreter."""
     if name == "auto":
         name = "triton" if device.type == "cuda" and _has_triton() else "torch"
@@ -52,6 +52,8 @@ def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = F
         backend = _IN_CPP
     elif name != "torch":
         raise ValueError(f"backend = {name!r} is unknown; known: auto, torch, cpp, triton")
+    if top_k:
+        return TopK(backend.statistics, backend.gradient)
     return KeptTokens() if few_tokens else backend
 
 

@@ -24,7 +24,7 @@ from tepo_megatron.core.scores.shard import (
     reduce_scatter,
 )
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
-from tepo_megatron.core.types import Checks, TeacherHead, TeacherLogits, TokenScores
+from tepo_megatron.core.types import Checks, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +49,7 @@ def fused_linear_logprob_and_entropy(
     sequence_parallel: bool = False,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
-    teacher: TeacherHead | None = None,
+    teacher: TeacherHead | TeacherTopK | None = None,
     gradient_accumulation_fusion: bool = False,
     scored: int | None = None,
     checks: Checks | None = None,
@@ -62,7 +62,8 @@ def fused_linear_logprob_and_entropy(
     All ranks of ``tp_group`` call, forward and backward. Forward all-gathers 16 bytes (24 with the entropy's slope) per scored
     token and rank. Backward recomputes the logits and all-reduces the hidden states' gradient. Under sequence parallelism both
     all-gather the hidden states, and their gradient is reduce-scattered. A ``teacher`` adds 24 bytes, its own products and, for
-    ``jsd``, one all-gather of 8 bytes a token; there the statistics are gathered a chunk at a time.
+    ``jsd``, one all-gather of 8 bytes a token; there the statistics are gathered a chunk at a time. A `TeacherTopK` adds 4
+    bytes for each of its tokens.
 
     Args:
         hidden_TH: [T, H]; with ``sequence_parallel`` this rank's rows, [T/p, H].
@@ -78,6 +79,7 @@ def fused_linear_logprob_and_entropy(
             f"hidden_TH is {hidden_TH.dtype} {tuple(hidden_TH.shape)} and weight_VpH {weight_VpH.dtype} "
             f"{tuple(weight_VpH.shape)}; give [tokens, H] and [columns of this shard, H] of one floating-point dtype"
         )
+    teacher, top = (None, teacher) if isinstance(teacher, TeacherTopK) else (teacher, None)
     if teacher is not None:
         hidden_TG, weight_VpG = teacher.hidden_TG, teacher.weight_VpG
         fits = hidden_TG.ndim == weight_VpG.ndim == 2 and hidden_TG.shape[1] == weight_VpG.shape[1]
@@ -101,10 +103,11 @@ def fused_linear_logprob_and_entropy(
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
         divergence=None if teacher is None else teacher.divergence,
+        top=top,
         scored=scored,
         checks=checks,
     )
-    backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None)
+    backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None, top_k=top is not None)
     apply = _FusedLinear.apply
     scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion, teacher)  # type: ignore[no-untyped-call]
     if checks is None:
@@ -302,7 +305,7 @@ def logprob_and_entropy(
     inplace_backward: bool = False,
     entropy_slope: bool = False,
     kept_TK: Tensor | None = None,
-    teacher: TeacherLogits | None = None,
+    teacher: TeacherLogits | TeacherTopK | None = None,
     scored: int | None = None,
     checks: Checks | None = None,
     backend: BackendName = "auto",
@@ -310,7 +313,8 @@ def logprob_and_entropy(
     """Computes each label's log-probability, the entropy of softmax(logits / temperature), and a divergence from a teacher.
 
     Every rank of ``tp_group`` calls, with its own columns, and gets the same result. Forward all-gathers 16 bytes (24 with the
-    slope, 24 more with a teacher) per scored token, and for ``jsd``, which needs both normalisers before, 8 bytes once more.
+    slope, 24 more with a teacher, 4 for each token of a `TeacherTopK`) per scored token, and for ``jsd`` of whole
+    distributions, which needs both normalisers before, 8 bytes once more.
     Backward has no collective.
 
     Args:
@@ -336,6 +340,7 @@ def logprob_and_entropy(
         raise ValueError(
             f"logits_TVp is {logits_TVp.dtype} {tuple(logits_TVp.shape)}; give floating-point [tokens, columns of this shard]"
         )
+    teacher, top = (None, teacher) if isinstance(teacher, TeacherTopK) else (teacher, None)
     teacher_TVp = None if teacher is None else teacher.logits_TVp
     if teacher_TVp is not None and (teacher_TVp.shape, teacher_TVp.dtype) != (logits_TVp.shape, logits_TVp.dtype):
         raise ValueError(
@@ -354,10 +359,11 @@ def logprob_and_entropy(
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
         divergence=None if teacher is None else teacher.divergence,
+        top=top,
         scored=scored,
         checks=checks,
     )
-    chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None)
+    chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None, top_k=top is not None)
     scores = _LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward, teacher_TVp)  # type: ignore[no-untyped-call]
     if checks is None:
         scoring.checks.raise_first()

@@ -5,6 +5,7 @@ T tokens, R scored tokens, V true vocabulary, Vp columns per rank with padding.
 K = 4 statistics per row: m = max x, Σ e^t, Σ e^t·t, x of the label (0 if elsewhere), with t = (x − m)/temperature. The
 entropy's slope adds Σ e^2t and Σ e^2t·t: K = 6. A teacher with logits y and s = (y − max y)/temperature adds six: the column of
 max x, max y, Σ e^s, the column of max y, y of the label, and Σ e^s·(s − t) for the forward KL or Σ e^t·(t − s) for the reverse.
+A teacher's top k add x of each, 0 if elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.core.types import Checks, Divergence
+from tepo_megatron.core.types import LEAST_REST, Checks, Divergence, TeacherTopK
 from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -26,13 +27,24 @@ if TYPE_CHECKING:
 
 
 class LocalLabels(NamedTuple):
-    """Of labels [R] or kept tokens [R, K]."""
+    """Of labels [R], or kept or a teacher's tokens [R, K]."""
 
     column_R: Tensor  # int64; 0 if another shard has the token
     inside_R: Tensor
 
     def part(self, index: slice) -> LocalLabels:
         return LocalLabels(self.column_R[index], self.inside_R[index])
+
+
+class LocalTopK(NamedTuple):
+    """Of `TeacherTopK`."""
+
+    tokens: LocalLabels
+    logprob_RK: Tensor  # fp64
+    divergence: Divergence
+
+    def part(self, index: slice) -> LocalTopK:
+        return LocalTopK(self.tokens.part(index), self.logprob_RK[index], self.divergence)
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,17 @@ class Scoring:
     checks: Checks
     entropy_slope: bool = False
     kept_tokens: LocalLabels | None = None  # None: the whole vocabulary
-    divergence: Divergence | None = None  # None: no teacher
+    divergence: Divergence | None = None  # None: no teacher with logits
+    top: LocalTopK | None = None
 
     @property
     def statistics(self) -> int:
-        return (6 if self.entropy_slope else 4) + (0 if self.divergence is None else TEACHER_STATISTICS)
+        count = (6 if self.entropy_slope else 4) + (0 if self.divergence is None else TEACHER_STATISTICS)
+        return count + (0 if self.top is None else self.top.logprob_RK.shape[1])
+
+    @property
+    def without_top(self) -> Scoring:
+        return replace(self, top=None)
 
     @property
     def has_mixture(self) -> bool:
@@ -71,7 +89,9 @@ class Scoring:
 
     def chunk(self, index: slice) -> Scoring:
         kept = None if self.kept_tokens is None else self.kept_tokens.part(index)
-        return replace(self, tokens=index.stop - index.start, rows_R=None, labels=self.labels.part(index), kept_tokens=kept)
+        top = None if self.top is None else self.top.part(index)
+        labels, tokens = self.labels.part(index), index.stop - index.start
+        return replace(self, tokens=tokens, rows_R=None, labels=labels, kept_tokens=kept, top=top)
 
 
 def plan_scoring(
@@ -86,6 +106,7 @@ def plan_scoring(
     entropy_slope: bool,
     kept_TK: Tensor | None = None,
     divergence: Divergence | None = None,
+    top: TeacherTopK | None = None,
     scored: int | None = None,
     checks: Checks | None = None,
 ) -> Scoring:
@@ -103,10 +124,18 @@ def plan_scoring(
     _check_shape("labels_T", labels_T, (tokens,), (torch.int64,))
     if mask_T is not None:
         _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
-    if kept_TK is not None and divergence is not None:
+    if kept_TK is not None and (divergence is not None or top is not None):
         raise ValueError("kept_TK and a teacher exclude each other: divergences are of the whole vocabulary; leave out one")
     if kept_TK is not None:
         _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
+    if top is not None:
+        _check_shape("ids_TK", top.ids_TK, (tokens, top.ids_TK.shape[-1]), (torch.int32, torch.int64))
+        if not 0 < top.ids_TK.shape[-1] < vocab_size:
+            raise ValueError(
+                f"a teacher's top {top.ids_TK.shape[-1]} of {vocab_size} tokens leave no other; give at least 1 and at most "
+                f"{vocab_size - 1}, or the teacher's logits"
+            )
+        _check_shape("logprobs_TK", top.logprobs_TK, tuple(top.ids_TK.shape), (torch.float32, torch.float64))
     rows_R = None
     if mask_T is not None:
         rows_R = (mask_T.nonzero() if scored is None else mask_T.nonzero_static(size=scored)).squeeze(1)
@@ -125,8 +154,14 @@ def plan_scoring(
     kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
     _check_ids(labels_R, kept_RK, rows_R, vocab_size, checks)
     kept_tokens = None if kept_RK is None else local(kept_RK)
-    labels = local(labels_R)
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence)
+    labels, local_top = local(labels_R), None
+    if top is not None:
+        ids_RK = of_rows(top.ids_TK).long()
+        _check_top(ids_RK, rows_R, vocab_size, checks)
+        local_top = LocalTopK(local(ids_RK), of_rows(top.logprobs_TK).double(), top.divergence)
+    return Scoring(
+        tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence, local_top
+    )
 
 
 def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -163,6 +198,19 @@ def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, rows_R: Tensor | None, 
         checks.refuse(wrong_RK.any(1), wrong_kept, token_R, kept_RK.gather(1, first_R1).squeeze(1))
 
 
+def _check_top(ids_RK: Tensor, rows_R: Tensor | None, vocab_size: int, checks: Checks) -> None:
+    def wrong(_: int, token: float, lowest: float, highest: float) -> ValueError:
+        return ValueError(
+            f"the teacher's tokens of token {token:.0f} are between {lowest:.0f} and {highest:.0f}, not within [0, "
+            f"{vocab_size}); teacher and model must agree on the vocabulary"
+        )
+
+    if ids_RK.numel():
+        lowest_R, highest_R = ids_RK.amin(1), ids_RK.amax(1)
+        wrong_R = (lowest_R < 0) | (highest_R >= vocab_size)
+        checks.refuse(wrong_R, wrong, _tokens(rows_R, lowest_R), lowest_R, highest_R)
+
+
 def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is deprecated from 2.13 on
     gathered = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
@@ -191,6 +239,7 @@ class RowScores(NamedTuple):
     teacher_max_R: Tensor | None = None
     teacher_log_sum_R: Tensor | None = None
     gap_R: Tensor | None = None  # KL of the student from the teacher, or from the mixture, for the gradient
+    top_logprob_RK: Tensor | None = None  # fp64, of a teacher's top k
 
     def part(self, index: slice) -> RowScores:
         return RowScores(*(None if values_R is None else values_R[index] for values_R in self))  # type: ignore[arg-type]
@@ -225,7 +274,17 @@ def gather(local_RK: Tensor, tp_group: ProcessGroup | None) -> Tensor:
 
 def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = None) -> tuple[RowScores, OtherScores]:
     """``mixture_R2``: what `Backend.mixture` gives, added up over shards; a ``jsd`` needs it."""
-    temperature = scoring.temperature
+    temperature, top = scoring.temperature, scoring.top
+    if top is not None:
+        count = scoring.without_top.statistics
+        scores, others = combine(stats_pRK[..., :count], scoring.without_top)
+        logits_RK, sum_R = stats_pRK[..., count:].sum(0), merge(stats_pRK[..., :count], temperature)[:, 1]
+        shifted_RK = logits_RK.double() - scores.max_R.double().unsqueeze(1)
+        logprob_RK = shifted_RK / temperature - sum_R.double().log().unsqueeze(1)
+        divergence_R = divergence_of(outcomes(logprob_RK), outcomes(top.logprob_RK), top.divergence)[0]
+        same_R = logits_RK[:, 0] >= scores.max_R
+        others = others._replace(divergence_R=divergence_R.to(stats_pRK.dtype), agreement_R=same_R)
+        return scores._replace(top_logprob_RK=logprob_RK), others
     max_R, sum_R, weighted_R, label_R, *rest = merge(stats_pRK, temperature, scoring.divergence).unbind(-1)
     log_sum_R = sum_R.log()
     # log p = t − log S, and H = −Σ p log p = log S − Σ p t = log S − U/S
@@ -261,6 +320,30 @@ def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = Non
     same_R = (starts_pR.argmax(0) == teacher_starts_pR.argmax(0)) & (first_R == teacher_first_R)
     teacher_logprob_R = (teacher_label_R - teacher_max_R) / temperature - teacher_log_sum_R
     return scores, others._replace(divergence_R=divergence_R, teacher_logprob_R=teacher_logprob_R, agreement_R=same_R)
+
+
+def outcomes(logprob_RK: Tensor) -> Tensor:
+    """Adds the log-prob of all other tokens: [R, K + 1]."""
+    rest_R1 = 1 - logprob_RK.exp().sum(1, keepdim=True)
+    return torch.cat([logprob_RK, rest_R1.clamp(min=LEAST_REST).log()], 1)
+
+
+def divergence_of(logp_RO: Tensor, logq_RO: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
+    """Returns the divergence of student p from teacher q, [R], and p · ∂/∂p of every outcome, up to a multiple of p."""
+    p_RO, q_RO = logp_RO.exp(), logq_RO.exp()
+
+    def weighted(weight_RO: Tensor, value_RO: Tensor) -> Tensor:
+        return torch.where(weight_RO > 0, weight_RO * value_RO, 0.0)
+
+    if divergence.kind == "forward_kl":
+        return weighted(q_RO, logq_RO - logp_RO).sum(1).clamp(min=0), -q_RO
+    if divergence.kind == "reverse_kl":
+        pull_RO = weighted(p_RO, logp_RO - logq_RO)
+        return pull_RO.sum(1).clamp(min=0), pull_RO
+    beta = divergence.beta
+    logm_RO = ((1 - beta) * p_RO + beta * q_RO).log()
+    pull_RO = (1 - beta) * weighted(p_RO, logp_RO - logm_RO)
+    return (pull_RO + beta * weighted(q_RO, logq_RO - logm_RO)).sum(1).clamp(min=0), pull_RO
 
 
 def merge(stats_pRK: Tensor, temperature: float, divergence: Divergence | None = None) -> Tensor:
@@ -324,6 +407,8 @@ def check_finite(stats_pRK: Tensor, scores: RowScores, divergence_R: Tensor | No
 
     refuse(scores.log_sum_R, stats_pRK[..., 1], "", "the weights after the last step and at the learning rate")
     if scoring.divergence is not None and scores.teacher_log_sum_R is not None and divergence_R is not None:
-        kind = scoring.divergence.kind
         refuse(scores.teacher_log_sum_R, stats_pRK[..., 2 - TEACHER_STATISTICS], "teacher ", "the teacher's weights")
+    compared = scoring.divergence if scoring.top is None else scoring.top.divergence
+    if compared is not None and divergence_R is not None:
+        kind = compared.kind
         scoring.checks.refuse(~divergence_R.isfinite(), infinite, token_R)

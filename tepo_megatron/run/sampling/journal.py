@@ -178,9 +178,8 @@ class GroupStore:
             group.samples[rollout.group] = rollout
             if rollout.reward is not None:  # others have no answer of a verifier yet, or only an error
                 group.asked.add(rollout.group)
-                group.results[rollout.group] = RewardResult(
-                    rollout.reward, parts=rollout.reward_parts, teacher_logprobs=rollout.teacher_logprobs
-                )
+                judged: dict[str, Any] = {"teacher_logprobs": rollout.teacher_logprobs, "teacher_top": rollout.teacher_top}
+                group.results[rollout.group] = RewardResult(rollout.reward, parts=rollout.reward_parts, **judged)
 
     def keep_only(self, numbers: Collection[int]) -> None:
         for number in self._numbers - set(numbers):

@@ -14,7 +14,7 @@ import numpy as np
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.core.rollout import Logprobs, Rollout
+from tepo_megatron.core.rollout import Logprobs, Rollout, TopTokens
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
@@ -24,6 +24,8 @@ from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import ResponseStream, RewardResult, Task
 
 _POLL_S = 0.005
+
+_Judged = tuple[Logprobs, TopTokens | None]  # by response token
 
 
 class ServedTeachers:
@@ -67,29 +69,31 @@ class ServedTeachers:
         name = self._config.teacher_of(problem.source)
         return name if name in self.samplers else None
 
-    def score(self, name: str, problem: Problem, response_ids: Sequence[int]) -> Future[Logprobs]:
-        """The log-probs of the response's tokens."""
+    def score(self, name: str, problem: Problem, response_ids: Sequence[int]) -> Future[_Judged]:
         prompt = episode_prompt(self._config.environment, self._inputs.tokenizer, problem)
         return self._threads[name].submit(self._score, name, list(prompt), [int(token) for token in response_ids])
 
-    def _score(self, name: str, prompt: list[int], response: list[int]) -> Logprobs:
+    def _score(self, name: str, prompt: list[int], response: list[int]) -> _Judged:
         self._starting[name].result()
-        sampler = self.samplers[name]
+        sampler, first = self.samplers[name], len(prompt) - 1
         while True:
             try:
-                logprobs = np.asarray(sampler.score([*prompt, *response])[len(prompt) - 1 :], dtype=np.float32)
+                scores = sampler.score([*prompt, *response], self._config.objective.teacher_top_k)
                 break
             except ServerDied as error:
                 with self._reviving:
                     self._report(name, f"{error}; starting it again")
                     sampler.revive()  # raises RuntimeError after too many restarts
-        if not np.isfinite(logprobs).all():
-            token = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        logprobs = np.asarray(scores.logprobs[first:], dtype=np.float32)
+        top = None if scores.top is None else scores.top[first:].copy()
+        finite = np.isfinite(logprobs) if top is None else np.isfinite(logprobs) & np.isfinite(top["logprob"]).all(1)
+        if not finite.all():
+            token = int(np.flatnonzero(~finite)[0])
             raise RuntimeError(
                 f"teacher {name} gave token {token} of a response the log-prob {logprobs[token]}; is it the model of "
                 f"teachers.{name}.path, in a dtype that it can be served in?"
             )
-        return logprobs
+        return logprobs, top
 
     def close(self) -> None:
         for sampler in self.samplers.values():
@@ -105,7 +109,7 @@ class JudgedTask(Task):
     inner: Task
     teachers: ServedTeachers
     _results: dict[Hashable, RewardResult] = field(default_factory=dict)
-    _scores: dict[Hashable, Future[Logprobs]] = field(default_factory=dict)
+    _scores: dict[Hashable, Future[_Judged]] = field(default_factory=dict)
 
     @property
     def notice(self) -> str | None:
@@ -151,7 +155,10 @@ class JudgedTask(Task):
 
     def _whole(self, key: Hashable) -> RewardResult:
         result, scores = self._results.pop(key), self._scores.pop(key, None)
-        return result if scores is None else replace(result, teacher_logprobs=scores.result())
+        if scores is None:
+            return result
+        logprobs, top = scores.result()
+        return replace(result, teacher_logprobs=logprobs, teacher_top=top)
 
     def reset(self) -> None:
         self.inner.reset()

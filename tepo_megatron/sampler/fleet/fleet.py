@@ -12,7 +12,7 @@ from tepo_megatron.sampler.fleet.for_ranks import servers_for_ranks
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, ReadBack, Sampler, SamplerSpec, ServerDied
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, ReadBack, Sampler, SamplerSpec, Scores, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.resources import check_machine_serves, check_server_split, cores_of_servers
@@ -67,7 +67,7 @@ class Fleet(ServerPool, Sampler):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         return self._ask_all(lambda client: client.prompt_logprobs(prompt))
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
+    def score(self, tokens: Sequence[int], k: int = 0) -> Scores:
         for faults in count(1):
             clients = dict(enumerate(self._clients))
             with self._counting:
@@ -77,7 +77,7 @@ class Fleet(ServerPool, Sampler):
                 self._scoring[index] += 1
             client = clients[index]
             try:
-                return client.prompt_logprobs(tokens)
+                return client.score(tokens, k)
             except ServerFault as error:
                 gone = isinstance(error, ServerSilent | ServerGone) or not self.is_healthy(index)
                 if gone or faults > self.config.max_retries:

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import TOP_TOKEN, Response, TokenIds, WeightsVersion
 from tepo_megatron.runtime.text import parse_json
-from tepo_megatron.sampler.protocol import CacheReading, ReadBack
+from tepo_megatron.sampler.protocol import CacheReading, ReadBack, Scores
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.sampler.vllm.wire import (
@@ -188,15 +188,21 @@ class Client:
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        return self.score(prompt).logprobs
+
+    def score(self, prompt: Sequence[int], k: int = 0) -> Scores:
         """Passes all waiting samples."""
         self._check_awake()
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
-        sampling = {"max_tokens": 1, "prompt_logprobs": 0}
+        sampling = {"max_tokens": 1, "prompt_logprobs": k}
         body = {"model": self._model, "token_ids": list(prompt), "sampling_params": sampling, "priority": _FIRST}
         reply = self._post(GENERATE, body)
         try:
             scored = reply["prompt_logprobs"][1:]
-            return [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]
+            places = list(zip(prompt[1:], scored, strict=True))
+            logprobs = [float(scores[str(token)]["logprob"]) for token, scores in places]
+            top = np.array([_top(scores, token, k) for token, scores in places], TOP_TOKEN).reshape(-1, k) if k else None
+            return Scores(logprobs, top)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(
                 f"{self.url} answered with something else than the log-probs of the prompt: {error!r} (POST {GENERATE})",
@@ -382,6 +388,15 @@ class ProgressWatch:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _top(scores: Mapping[str, Any], token: int, k: int) -> list[tuple[int, float]]:
+    """Leaves the prompt's own token out if it is one too many."""
+    ranked = sorted((one["rank"], int(name), float(one["logprob"])) for name, one in scores.items())
+    top = [(name, logprob) for _, name, logprob in ranked if name != token or len(ranked) != k + 1]
+    if len(top) != k:
+        raise ValueError(f"{len(top)} tokens are no top {k}")
+    return top
 
 
 def _message(reply: httpx.Response) -> str:

@@ -155,7 +155,7 @@ def _sampler(folder: Path, random: Hostile) -> None:
     if random.random() < 0.5:
         text = random.json(random.choice(heads))
         stream = len(text).to_bytes(4, "little") + text + random.randbytes(8)
-    scored = {"prompt_logprobs": [None, {"5": {"logprob": -0.5}}], "facts": "f", "success": True}
+    scored = {"prompt_logprobs": [None, {"5": {"logprob": -0.5, "rank": 1}}], "facts": "f", "success": True}
     bodies = [random.damaged(stream) if random.random() < 0.5 else stream, random.json(scored)]
 
     def replies(request: bytes) -> bytes:
@@ -165,7 +165,7 @@ def _sampler(folder: Path, random: Hostile) -> None:
         client = Client(url, "key", 5.0, vocab_size=300)
         version, sampling = WeightsVersion(0), Sampling(1.0, 4)
         draw = partial(client.draw, "a", [1, 5], [Sample(0, 1, 4)], sampling, lambda: (version,))
-        calls = (draw, lambda: client.facts, lambda: client.prompt_logprobs([1, 5]), client.progress, client.reset_prefix_cache)
+        calls = (draw, lambda: client.facts, lambda: client.score([1, 5], 1), client.progress, client.reset_prefix_cache)
         try:
             for call in calls:
                 with refusable():

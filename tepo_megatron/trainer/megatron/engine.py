@@ -35,7 +35,7 @@ from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
 from tepo_megatron.trainer.megatron.policy.checkpoints import Counters, MegatronCheckpoints
 from tepo_megatron.trainer.megatron.policy.offload import Offloader, Part
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
-from tepo_megatron.trainer.megatron.teachers import Teachers
+from tepo_megatron.trainer.megatron.teachers import Teachers, divergence_of
 from tepo_megatron.trainer.megatron.update import StepObjective, update
 from tepo_megatron.trainer.packing import check_judged, check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -135,6 +135,8 @@ class Engine:
             params = self.policy.params if self.reference is None else named_weights(self.reference)
             self.reference_digest = self.weights.digest(plain_weights(params))
         self.teachers: Teachers | None = None
+        if (distill := self.config.objective.distill) is not None and distill.of == "top_k":
+            self.forward = replace(self.forward, divergence=divergence_of(distill))
         if teachers:
             self.teachers = Teachers(self.config, teachers, self.forward, self.layers)
             heads, divergence = self.teachers.heads, self.teachers.divergence
@@ -146,9 +148,15 @@ class Engine:
         replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
         packed = None
         if rollouts is not None:
-            check_judged(rollouts, teachers, self.config.teachers)
+            check_judged(rollouts, teachers, self.config)
             check_recorded(rollouts, routes_of=self.spec if replays else None, sampling_masks=truncates)
-            packed = pack(rollouts, mask_truncated=rollout.truncated == "mask", routes=replays, sampling_masks=truncates)
+            packed = pack(
+                rollouts,
+                mask_truncated=rollout.truncated == "mask",
+                routes=replays,
+                sampling_masks=truncates,
+                top_tokens=self.config.objective.teacher_top_k > 0,
+            )
             packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
         batch = broadcast(packed, self.platform.device)
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # not read again

@@ -21,7 +21,7 @@ from torch import Tensor
 from tepo_megatron.config import EngineConfig
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy, noise_quantiles, rerounded
 from tepo_megatron.core.scores.shard import all_gather
-from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, TeacherLogits, TokenScores
+from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
@@ -74,7 +74,7 @@ class Forward:
     entropy_slope: bool
     routers: Routers | None
     teacher_heads: Sequence[Tensor] = ()  # [V/tp, G], on the last stage
-    divergence: Divergence | None = None  # of training: from ``Batch.teacher_states``
+    divergence: Divergence | None = None  # of training: from ``Batch.teacher_states``, or a served teacher's top k
     keeps_outputs: bool = False  # as "output", in host memory
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
@@ -185,6 +185,8 @@ class Forward:
             "checks": Checks(),
             "backend": self.engine.score_backend,
         }
+        if train and self.divergence is not None and share.top_ids_tK is not None and share.top_logprobs_tK is not None:
+            options["teacher"] = TeacherTopK(share.top_ids_tK, share.top_logprobs_tK, self.divergence)
         scores = []
         for number, (mask_t, scored) in enumerate(zip(part.masks, part.counts, strict=True)):
             options |= {"mask_T": mask_t, "scored": scored}

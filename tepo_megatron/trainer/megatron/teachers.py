@@ -73,7 +73,7 @@ class Teachers:
     def __init__(self, config: RunConfig, folders: Mapping[str, Path], forward: Forward, layers: Layers) -> None:
         self.numbers = {name: number for number, name in enumerate(config.teachers)}
         distill = config.objective.distill
-        self.divergence = _divergence_of(distill) if distill is not None and distill.of == "all" else None
+        self.divergence = divergence_of(distill) if distill is not None and distill.of == "all" else None
         keeps = self.divergence is not None
         self.by_name = {
             name: Teacher.build(config, folder, forward, layers, keeps_states=keeps) for name, folder in folders.items()
@@ -102,5 +102,5 @@ class Teachers:
         return batch.with_(teacher_logprobs_T=logprobs_T, teacher_states=tuple(zip(*states, strict=True)))
 
 
-def _divergence_of(distill: Distill) -> Divergence:
+def divergence_of(distill: Distill) -> Divergence:
     return Divergence(distill.divergence, 0.5 if distill.beta is None else distill.beta)

@@ -43,7 +43,7 @@ WITH_AUTO = {"trust_region.share", "trust_region.initial"}
 """Fields of ``auto`` bounds, refused without them; seen to act in the cases "with auto"."""
 
 
-IN_SCORES = {"distill.divergence", "distill.beta"}
+IN_SCORES = {"distill.of", "distill.k", "distill.divergence", "distill.beta"}
 """What the scoring of the logits reads, and the objective does not: tests/dist/test_teachers.py."""
 
 

@@ -366,6 +366,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tepo, mask against a teacher": {"kl_mask": {"against": "teacher"}},
     "tepo with a teacher's tokens": {"distill": {"coefficient": 0.5}},
     "tepo with a teacher's distributions": {"distill": {"of": "all", "coefficient": 0.5}},
+    "tepo with a teacher's top k": {"distill": {"of": "top_k", "divergence": "jsd", "coefficient": 0.5}},
     "tepo, first-order mask": {"kl_mask": {"falling": "first_order"}},
     "entropy, adaptive": {"entropy": {"kind": "adaptive", "coefficient": 0.1, "target": 0.7}, "kl": {"coefficient": 0.04}},
     "icepop, sequence": {"preset": "grpo", "mismatch": {"kind": "mask", "level": "sequence", "low": 0.9, "high": 1.1}},

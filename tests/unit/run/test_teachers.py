@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config.load import load_run
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion
 from tepo_megatron.run import checks
-from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.run.sampling.groups import Group
+from tepo_megatron.run.sampling.journal import GroupStore, Journal
+from tepo_megatron.sampler.protocol import Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.run_compatibility import served_teachers
 from tests.support.example_runs import train_on_references
 from tests.support.reference_sampler import ReferenceSampler
 
@@ -27,6 +33,7 @@ SMALL = (
     *("train.minibatches=2", "evaluate.every=0", "rollout.record=true", "train.save_every=1"),
 )
 TEPO = ("objective.distill.coefficient=0.5",)
+TOP_K = ("objective.distill={of: top_k, k: 3, divergence: forward_kl, coefficient: 0.5}",)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +87,45 @@ def test_a_served_teacher_and_one_on_the_ranks_give_the_same_loss(run: Run, obje
 
 
 @pytest.mark.slow
+def test_a_served_teachers_top_k_is_recorded_replayed_and_resumed(run: Run, tmp_path: Path) -> None:
+    whole = run("whole", "server", *TOP_K)
+    assert all(row["distill/divergence"] > 0 and 0 < row["distill/mass"] <= 1 + 1e-6 for row in whole[1:])
+    assert all(0 < row["distill/agreement"] <= 1 for row in whole[1:])
+    rollouts = read_rollouts(tmp_path / "whole" / "rollouts", 1)
+    assert all(r.teacher_top is not None and r.teacher_top.shape == (r.response_ids.size, 3) for r in rollouts)
+    assert read_rollouts(tmp_path / "whole" / "journal", 1) == rollouts
+    replay = (f"rollout.replay={tmp_path / 'whole' / 'rollouts'}", "rollout.record=false")
+    assert learnt(run("replayed", "server", *TOP_K, *replay)) == learnt(whole)
+    run("resumed", "server", *TOP_K, steps=1)
+    run("resumed", "server", *TOP_K, "train.resume=true")
+    assert weights(tmp_path / "replayed") == weights(tmp_path / "resumed") == weights(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"has the top 3 of teachers\.big, .* needs 4; .* or set distill\.k = 3"):
+        run("other", "server", *TOP_K, *replay, "objective.distill.k=4")
+    run("sampled", "server", *TEPO)
+    replay = (f"rollout.replay={tmp_path / 'sampled' / 'rollouts'}", "rollout.record=false")
+    with pytest.raises(ValueError, match=r"has no top tokens of teachers\.big, .* needs 3; record it again"):
+        run("none", "server", *TOP_K, *replay)
+
+
+def test_the_number_of_top_tokens_decides_what_a_journal_has() -> None:
+    teacher = "teachers.a={path: x, place: server}"
+    first, second, without = (load_run(None, [teacher, *item]) for item in (TOP_K, (*TOP_K, "objective.distill.k=4"), TEPO))
+    assert served_teachers(first) != served_teachers(second)
+    assert served_teachers(without) == {"addition": ["x", "none"]}
+
+
+def test_a_group_that_is_drawn_again_has_its_top_tokens(tmp_path: Path) -> None:
+    store = GroupStore(Journal(load_run(None, [f"output={tmp_path}"]), print, lambda *_: None), active=True)
+    top = np.array([[(3, -0.25), (4, -1.5)]], TOP_TOKEN)
+    rollout = Rollout("p", 0, [1], [3], [-1.0], "stop", WeightsVersion(0), teacher_logprobs=[-0.25], teacher_top=top)
+    group = Group(0, 0, 0, Problem("p", "1", "1"), (1,), WeightsVersion(0), [rollout])
+    store.write(group)
+    again = replace(group, samples=[None], results={})
+    store.fill(again, partial=False)
+    assert again.results[0].of(rollout) == again.samples[0] == rollout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 def test_a_served_teacher_that_dies_is_started_again(
     run: Run, schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -89,10 +135,10 @@ def test_a_served_teacher_that_dies_is_started_again(
     calls, revived = count(1), []
     score, revive = ReferenceSampler.score, ReferenceSampler.revive
 
-    def fail_once(sampler: ReferenceSampler, tokens: Sequence[int]) -> list[float]:
+    def fail_once(sampler: ReferenceSampler, *args: Any) -> Scores:
         if next(calls) == 20:
             raise ServerDied("planted")
-        return score(sampler, tokens)
+        return score(sampler, *args)
 
     monkeypatch.setattr(ReferenceSampler, "score", fail_once)
 
@@ -157,6 +203,15 @@ def test_each_source_has_its_own_teacher(teacher: Path, tmp_path: Path) -> None:
             "teachers.b is named by no source",
         ),
         (["teachers.a={path: x, place: server}", "objective.distill.of=all"], "needs whole distributions"),
+        (
+            ["teachers.a={path: x, place: server}", "objective.distill.of=all"],
+            "set place = ranks, or distill.of = top_k or sampled",
+        ),
+        (["teachers.a.path=x", *TOP_K], "teachers.a.place = ranks has the whole distribution; set distill.of = all"),
+        (["teachers.a={path: x, place: server}", *TOP_K, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
+        (["teachers.a={path: x, place: server}", *TOP_K, "objective.distill.k=65"], "got 65; allowed: an integer ≥ 1 and ≤ 64"),
+        (["teachers.a={path: x, place: server}", *TOP_K, "objective.distill.k=0"], "got 0; allowed: an integer ≥ 1 and ≤ 64"),
+        (["teachers.a={path: x, place: server}", *TEPO, "objective.distill.k=3"], "k = 3 does nothing with of = sampled"),
         (["teachers.a={path: x, place: server}", *TEPO, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
         (["teachers.a.path=x", *TEPO, "rollout.sampling.top_k=5"], "a teacher may not reach the tokens"),
         (["teachers.a={path: x, server: {count: 2}}", *TEPO], "server is for a teacher with place = server"),
@@ -164,7 +219,7 @@ def test_each_source_has_its_own_teacher(teacher: Path, tmp_path: Path) -> None:
         (["teachers.a={path: x, place: server, server: {placement: colocated}}", *TEPO], "takes turns with the trainer"),
         (
             ["teachers.a.path=x", *TEPO, "objective.distill.divergence=jsd"],
-            "needs the whole distribution; set distill.of = all",
+            "needs more than the sampled token; set distill.of = all, or top_k",
         ),
         (
             ["teachers.a.path=x", "objective.distill={of: all, beta: 0.3}"],

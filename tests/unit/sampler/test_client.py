@@ -100,6 +100,21 @@ def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> N
         client.prompt_logprobs((4, 9, 7))
 
 
+def test_the_top_k_leaves_out_the_prompts_own_token_only_if_it_is_one_too_many(serve: Serve) -> None:
+    def place(*tokens: tuple[int, float, int]) -> dict[str, dict[str, float]]:
+        return {str(token): {"logprob": logprob, "rank": rank} for token, logprob, rank in tokens}
+
+    own_is_third = place((9, -2.0, 3), (1, -0.5, 1), (2, -1.5, 2))
+    own_is_second = place((7, -1.5, 2), (3, -0.5, 1))
+    client = serve(200, json.dumps({"prompt_logprobs": [None, own_is_third, own_is_second]}).encode())
+    logprobs, top = client.score((4, 9, 7), 2)
+    assert logprobs == [-2.0, -1.5]
+    assert top is not None
+    assert top.tolist() == [[(1, -0.5), (2, -1.5)], [(3, -0.5), (7, -1.5)]]
+    with pytest.raises(RuntimeError, match=r"something else than the log-probs of the prompt.*3 tokens are no top 4"):
+        client.score((4, 9, 7), 4)
+
+
 @pytest.mark.parametrize("reply", [b"{}", b'{"changed": null, "share": 1}', b'{"changed": [], "share": "all"}'])
 def test_an_answer_without_shares_says_nothing_about_weights(serve: Serve, reply: bytes) -> None:
     with pytest.raises(RuntimeError, match=f"^{URL} answered with something else than what its weights are"):

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_ids
-from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion, token_ids
+from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, rollout_fault, write_rollouts
 
 floats = st.floats(allow_nan=False)
 sizes = array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=4)
 routes = st.none() | arrays(st.sampled_from([np.uint8, np.int16]), sizes)
+tops = st.tuples(st.integers(0, 5), st.integers(1, 4)).flatmap(lambda shape: arrays(TOP_TOKEN, shape))
 version = st.builds(WeightsVersion, step=st.integers(0, 10**9), digest=st.text(max_size=8))
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 plain_rollouts = st.builds(
@@ -42,7 +43,8 @@ def rollouts_with_masks(draw: st.DrawFn) -> Rollout:
     found = draw(plain_rollouts)
     size = found.response_ids.size
     mask = draw(st.none() | st.lists(st.booleans(), min_size=size, max_size=size))
-    return replace(found, loss_mask=None if mask is None else np.array(mask, np.bool_))
+    top = draw(st.none() | tops)
+    return replace(found, loss_mask=None if mask is None else np.array(mask, np.bool_), teacher_top=top)
 
 
 rollouts = rollouts_with_masks()
@@ -87,6 +89,8 @@ def test_a_record_cut_anywhere_is_refused(data: st.DataObject) -> None:
         ({"sampler_logprobs": "A~A="}, "sampler_logprobs: "),
         ({"loss_mask": 1}, "loss_mask: Value error, not base64 text"),
         ({"loss_mask": "AAA="}, "loss_mask has 16 bits for 1 response tokens"),
+        ({"teacher_top": "AAAA"}, "teacher_top: Value error, not a teacher's top tokens"),
+        ({"teacher_top": {"k": 3, "data": "AAAAAAAAAAA="}}, "teacher_top: .*cannot reshape"),
         ({"routed_experts": "AAAA"}, "routed_experts: Value error, not a routing record"),
         ({"routed_experts": {"shape": [2, 1, 1], "dtype": "|u1", "data": "AA=="}}, "routed_experts: .*cannot reshape"),
     ],
@@ -98,6 +102,21 @@ def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, object], mess
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=rf"step_0000003\.jsonl, line 3: not a rollout: {message}"):
         read_rollouts(tmp_path, 3)
+
+
+def test_top_tokens_that_cannot_be_are_named(tmp_path: Path) -> None:
+    for place, message in (
+        ([(1, -0.5), (2, -1.0)], ""),
+        ([(1, -0.5), (1, -1.0)], "some of the teacher's top tokens are not among the model's 9, or twice at one place"),
+        ([(9, -0.5), (1, -1.0)], "some of the teacher's top tokens are not among the model's 9"),
+        ([(1, -0.5), (-1, -1.0)], "some of the teacher's top tokens"),
+        ([(1, -0.5), (2, np.nan)], "the teacher's top tokens are of 1, and some may not be finite, for 1 tokens"),
+    ):
+        fault = rollout_fault(replace(ONE, teacher_top=np.array([place], TOP_TOKEN)), 4, vocab_size=9)
+        assert (fault or "").startswith(message)
+        assert bool(fault) == bool(message)
+    two = replace(ONE, teacher_top=np.array([[(1, -0.5)]] * 2, TOP_TOKEN))
+    assert "are of 2" in str(rollout_fault(two, 4, vocab_size=9))
 
 
 def test_a_record_of_another_step_and_a_missing_one_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
 from tepo_megatron.config import EngineConfig
-from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -189,6 +189,35 @@ def test_sampling_masks_stay_with_their_labels(sampled: list[Rollout], extra: in
         for rank in range(cp):
             share = shared(selected, size, replace(ONE_RANK, world=cp, rank=rank, cp=cp, cp_rank=rank))
             assert_masks_stand_at_labels(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist())
+
+
+def top_of(response: list[int], k: int = 2) -> np.ndarray:
+    return np.array([[(token + n, -0.1 * token - n) for n in range(k)] for token in response], TOP_TOKEN)
+
+
+@given(rollouts, st.integers(0, 9), st.data())
+def test_a_teachers_top_tokens_stay_with_their_labels(sampled: list[Rollout], extra: int, data: st.DataObject) -> None:
+    batch = pack([replace(item, teacher_top=top_of(item.response_ids.tolist())) for item in sampled])
+    selected = batch.select(data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1))).to("cpu")
+    size = -(-(padded_tokens(selected.lengths_S.tolist(), 2) + extra) // 4) * 4
+    shares = [shared(selected, size, replace(ONE_RANK, world=2, rank=rank, cp=2, cp_rank=rank)) for rank in range(2)]
+    for mask, labels, ids, logprobs in (
+        (selected.loss_mask_T, selected.labels_T, selected.top_ids_TK, selected.top_logprobs_TK),
+        *((share.mask_t, share.labels_t, share.top_ids_tK, share.top_logprobs_tK) for share in shares),
+    ):
+        expected = top_of(labels[mask].tolist()).reshape(-1, 2)
+        assert ids[mask].tolist() == expected["id"].tolist()
+        assert logprobs[mask].tolist() == expected["logprob"].tolist()
+
+
+def test_top_tokens_of_a_part_of_the_step_or_of_another_k_are_refused() -> None:
+    judged = replace(rollout([5], [7, 8]), teacher_top=top_of([7, 8]))
+    for wrong in (None, top_of([4], 3), top_of([4, 4])):
+        with pytest.raises(ValueError, match=r"problem p0 should have its teacher's top tokens, \(1, 2\), but has"):
+            pack([judged, replace(rollout([5], [4]), teacher_top=wrong)])
+    assert pack([judged, rollout([5], [4])], top_tokens=False).top_ids_TK is None
+    with pytest.raises(ValueError, match=r"a teacher's top tokens must be .* with two axes, but they are float32"):
+        replace(judged, teacher_top=np.zeros((2, 2), np.float32))
 
 
 def test_a_sampling_mask_that_is_not_known_is_refused() -> None:

@@ -96,6 +96,8 @@ class Share:
     real_t: Tensor  # not padding
     chosen_tLk: Tensor | None = None
     teacher_t: Tensor | None = None
+    top_ids_tK: Tensor | None = None
+    top_logprobs_tK: Tensor | None = None
     kept_tK: Tensor | None = None  # int32: tokens that could have been drawn, −1 if fewer than K. None: all
 
     def gather(self, scores: TokenScores) -> TokenScores:
@@ -157,6 +159,8 @@ def cut(micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> 
         cp_group=ranks.cp_group,
         real_t=real_t,
         teacher_t=None if micro.teachers_S is None else micro.teachers_S[micro.sequence_index_T][source_t],
+        top_ids_tK=None if micro.top_ids_TK is None else micro.top_ids_TK[source_t],
+        top_logprobs_tK=None if micro.top_logprobs_TK is None else micro.top_logprobs_TK[source_t],
         chosen_tLk=chosen_tLk,
         kept_tK=None if mask is None else there(mask.padded()),
     )
