@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_727,
-    "tests, lines": 43_448,
-    "docs and docstrings, words": 110_323,
+    "tests, lines": 43_637,
+    "docs and docstrings, words": 109_707,
     "public classes and functions": 883,
     "modules": 273,
     "modules below 60 lines": 40,

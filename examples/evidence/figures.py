@@ -25,17 +25,8 @@ COLUMNS = (
     *("reward/mean", "reward/std", "response_len/mean", "response_len/truncated", "groups/zero_variance"),
     *("groups/drawn", "groups/kept", "loss", "grad_norm", "lr", "update/skipped", "entropy/mean", "entropy/delta"),
     *("entropy/delta_masked", "entropy/delta_unmasked", "mask/fraction", "kl/mean", "kl/masked", "ratio/mean", "ratio/min"),
-    *(
-        "distill/divergence",
-        "distill/agreement",
-        "ratio/max",
-        "clip/low",
-        "clip/high",
-        "mismatch/kl",
-        "canary/rollouts_max_gap",
-        "time/step",
-        "time/rollout",
-    ),
+    *("distill/divergence", "distill/agreement"),
+    *("ratio/max", "clip/low", "clip/high", "mismatch/kl", "canary/rollouts_max_gap", "time/step", "time/rollout"),
     *("time/score", "time/update", "time/sync", "time/eval", "tokens/s"),
 )  # of metrics.jsonl (docs/reference/metrics.md); kept with six digits
 

@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="of the learning rate")
     args = parser.parse_args()
 
     from tepo_megatron.trainer.megatron.engine import Engine  # imports Megatron
@@ -110,7 +111,7 @@ def main() -> None:
         tokenizer = load_tokenizer(start)
         config = RunConfig(
             engine=EngineConfig(micro_batch_tokens=8192),
-            optimizer=OptimizerConfig(lr=args.lr, warmup_steps=10),
+            optimizer=OptimizerConfig(lr=args.lr, warmup_steps=10, schedule=args.schedule),
             objective=ObjectiveConfig(preset="grpo"),  # not used: the engine below has its own
             train=TrainConfig(steps=args.steps, minibatches=1),
         )

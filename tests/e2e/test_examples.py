@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.run.metrics import read_tokens, token_files
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -191,6 +192,19 @@ def test_the_loop_runs_as_it_stands(tmp_path: Path) -> None:
     small = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.problems=4")
     lines = run_loop(tmp_path / "out", "train.steps=2", "evaluate.every=2", *small)
     assert [len(line) for line in lines] == [1, 1, 2]  # held out; reward; both
+
+
+@pytest.mark.long
+def test_a_teacher_beside_the_reward_runs_as_it_stands(tmp_path: Path) -> None:
+    """On two tensor-parallel ranks. ``tepo report`` has the divergence of every token of a sample."""
+    out, shown = tmp_path / "out", ("log.token_samples=4", "log.token_samples_every=1")
+    tepo("train", "examples/distill/run.yaml", f"output={out}", *SMALL_RUN, "evaluate.problems=4", *shown)
+    assert all(row["distill/divergence"] > 0 for row in rows(out)[1:])
+    for path in token_files(out).values():
+        divergence = read_tokens(path).divergence
+        assert (divergence[np.isfinite(divergence)] > -1e-5).all()
+        assert np.nanmax(divergence) > 0.01
+    tepo("report", str(out))
 
 
 @pytest.mark.long

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from examples.distill import page as distill_page
 from examples.paper import results
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
@@ -25,6 +27,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.reward.programs import StackMachine
+from tepo_megatron.tools.sweep import read_sweep, runs_of
 from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl
 from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, script, tepo, train_on_references
@@ -330,3 +333,30 @@ def write(folder: Path, name: str, *, samples: int, rewards: tuple[float, float]
     rows = [{"problem": str(index), "digest": str(index), "figures": item} for index, item in enumerate(figures)]
     write_jsonl(place / f"{name}.jsonl", rows)
     (place / f"{name}.json").write_text(json.dumps({"settings": {"samples": samples}}))
+
+
+DISTILL = ROOT / "examples/distill"
+SMALL_DISTILL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "train.minibatches=1", "train.steps=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["teacher-all", "off-policy"])
+def test_a_teacher_alone_trains_on_what_the_name_of_the_run_says(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = next(run for run in runs_of(read_sweep(DISTILL / "compare.yaml"), tmp_path) if run.choices["by"] == by)
+    settings = [item for item in run.overrides if not item.startswith(("output=", "log.", "evaluate."))]
+    quick = (*SMALL_DISTILL, "evaluate.every=0", "rollout.record=true")
+    (row,) = train_on_references("examples/tiny/run.yaml", tmp_path / "out", *settings, *quick)[1:]
+    rollouts = read_rollouts(tmp_path / "out" / "rollouts", 0)
+    problems = {problem.id: problem for problem in load_problems("builtin:addition")}
+    right = [rollout.text.endswith(f" {problems[rollout.problem_id].answer}") for rollout in rollouts]
+    assert row["distill/divergence"] > 0
+    assert row["reward/mean"] == 0
+    assert all(right) == (by == "off-policy")
+    assert all(np.exp(rollout.sampler_logprobs).prod() > 0.5 for rollout in rollouts) == (by == "off-policy")
+
+
+def test_the_page_of_teachers_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
+    assert (ROOT / "docs/results/distillation.md").read_text() == distill_page.page_text(ROOT)
