@@ -87,10 +87,10 @@ class _Restarts(_LiveFaults):
 
 
 class _TeacherKills(FaultClass):
-    """Bits depend on which responses a server scores at once, so only losses are looked for."""
+    """Bits depend on which responses a server scores at once, so they are not compared."""
 
     name = "teachers"
-    title = "kill −9 of a served teacher's processes in any phase, live"
+    title = "kill −9 of a served teacher's processes in any phase, live: every response is judged (bits are not compared)"
     whole, quick = len(PHASES), 1
     settings: ClassVar[tuple[str, ...]] = (
         "teachers.judge={path: 'builtin:tiny', place: server}",
@@ -107,7 +107,7 @@ class _TeacherKills(FaultClass):
             time.sleep(rng.uniform(0, _WITHIN_S[phase]))
             victim = rng.choice([pid for pid in run.pids if "teacher-judge" in Process.output_path(pid)])
             step, start = run.last_step + 2, time.monotonic()
-            name = f"SIGKILL to {Process.command_line(victim).split()[0]} of the teacher in {phase}"
+            name = f"SIGKILL to {Path(Process.command_line(victim).split()[0]).name} of the teacher in {phase}"
             os.kill(victim, signal.SIGKILL)
             lost, message = run.continue_to(step)
             seconds = time.monotonic() - start
