@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_727,
     "tests, lines": 43_637,
-    "docs and docstrings, words": 109_881,
+    "docs and docstrings, words": 109_995,
     "public classes and functions": 883,
     "modules": 273,
     "modules below 60 lines": 40,
