@@ -11,6 +11,7 @@ from pathlib import Path
 
 from examples.evidence.figures import FIGURES, Evidence
 from examples.evidence.shared import COLOURS, STYLE, filled, plot_curve
+from examples.evidence.tables import by_setting
 from tepo_megatron.tools.results import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -27,18 +28,15 @@ CURVES = (
 
 def page_text(root: Path) -> str:
     evidence = Evidence.read(SWEEP, root / "docs/results/data/distill")
-    keys = [key for key in evidence.keys if evidence.seeds(key)]
-    rows = [[key[0], str(len(evidence.seeds(key))), *(evidence.cell(name, key) for name in KEPT)] for key in keys]
-    table = markdown(["trained by", "seeds", *(FIGURES[name].name for name in KEPT)], rows)
-    compared = [FIGURES[name] for name in COMPARED]
+    compared = {name: FIGURES[name] for name in COMPARED}
     against = [
-        [key[0], *(evidence.against(name, key, REWARD).text(FIGURES[name], ratio=FIGURES[name].ratio) for name in COMPARED)]
-        for key in keys
+        [key[0], *(evidence.against(name, key, REWARD).text(item, ratio=item.ratio) for name, item in compared.items())]
+        for key in evidence.keys
         if key != REWARD
     ]
-    kinds = (f"{figure.name}, {'ratio' if figure.ratio else 'difference'}" for figure in compared)
+    columns = ["beside the reward alone", *(item.compared for item in compared.values())]
     page = root / "docs/results/distillation.md"
-    parts = {"table": table, "against": markdown(["beside the reward alone", *kinds], against)}
+    parts = {"table": by_setting(evidence, KEPT, "trained by"), "against": markdown(columns, against)}
     return filled(page.read_text(encoding="utf-8"), parts, str(page))
 
 

@@ -17,7 +17,7 @@ import torch
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.sampling.custom_rollout import StepSampler
-from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 
 TEACHER = Path(__file__).parent / "teacher"
 MAX_NEW_TOKENS = 32
@@ -31,7 +31,7 @@ def of_the_teacher(problems: Sequence[Problem], sampler: StepSampler) -> list[Ro
     """What the student drew, once per problem, names the prompt and the present weights; its tokens are replaced."""
     drafts = [group[0] for group in sampler.sample(problems, n=1)]
     responses = _sample([draft.prompt_ids.tolist() for draft in drafts], sampler.samples, seed=sampler.step)
-    decode = load_tokenizer(TEACHER).decode
+    decode = _teacher()[1].decode
     return [
         dataclasses.replace(
             draft,
@@ -47,16 +47,17 @@ def of_the_teacher(problems: Sequence[Problem], sampler: StepSampler) -> list[Ro
 
 
 @functools.cache
-def _teacher() -> Any:
+def _teacher() -> tuple[Any, Tokenizer]:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval(), load_tokenizer(TEACHER)
 
 
 @torch.no_grad()
 def _sample(prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[list[tuple[list[int], list[float]]]]:
     """Returns ``count`` responses per prompt at temperature 1, each as token ids and log-probs. Prompts have one length."""
-    model, eos = _teacher(), load_tokenizer(TEACHER).eos_ids[0]
+    model, tokenizer = _teacher()
+    eos = tokenizer.eos_ids[0]
     tokens, generator, cache = torch.tensor(prompts).repeat_interleave(count, 0), torch.Generator().manual_seed(seed), None
     drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _ in range(MAX_NEW_TOKENS):
@@ -64,9 +65,9 @@ def _sample(prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[lis
         logp, cache = output.logits[:, -1].log_softmax(-1), output.past_key_values
         tokens = torch.multinomial(logp.exp(), 1, generator=generator)
         drawn.append((tokens, logp.gather(1, tokens)))
-    columns = (torch.cat(values, 1).tolist() for values in zip(*drawn, strict=True))
-    lengths_and_rows = (
-        (row.index(eos) + 1 if eos in row else len(row), row, logps) for row, logps in zip(*columns, strict=True)
-    )
-    rows = [(row[:length], logps[:length]) for length, row, logps in lengths_and_rows]
+    ids, logprobs = (torch.cat(values, 1) for values in zip(*drawn, strict=True))
+    rows = []
+    for row, values in zip(ids.tolist(), logprobs.tolist(), strict=True):
+        length = row.index(eos) + 1 if eos in row else len(row)
+        rows.append((row[:length], values[:length]))
     return [rows[index : index + count] for index in range(0, len(rows), count)]

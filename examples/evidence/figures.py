@@ -208,6 +208,10 @@ class _Figure:
     reached: bool = False
 
     @property
+    def compared(self) -> str:
+        return f"{self.name}, {'ratio' if self.ratio else 'difference'}"
+
+    @property
     def no_effect(self) -> float:
         return 1.0 if self.ratio else 0.0
 

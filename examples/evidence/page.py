@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from examples.evidence.figures import FIGURES, Evidence, Key
-from examples.evidence.shared import COLOURS, INK, STYLE, WINDOW, filled, mean_curve, plot_curve
+from examples.evidence.figures import FIGURES, Evidence
+from examples.evidence.shared import COLOURS, INK, STYLE, filled, plot_curve, plot_frontier
 from examples.evidence.tables import BASELINE, make_tables
 
 if TYPE_CHECKING:
@@ -82,15 +80,6 @@ _COLUMNS = {
 }
 
 
-def frontier(evidence: Evidence, key: Key) -> np.ndarray:
-    """[N, 2]: entropy and greedy accuracy at evaluated steps, smoothed as the curves and averaged over seeds."""
-    entropy, accuracy = (
-        dict(zip(steps.tolist(), values[0], strict=True))
-        for steps, values in (mean_curve(evidence.curves(key, name), WINDOW) for name in ("entropy/mean", "accuracy/greedy"))
-    )
-    return np.array([(entropy[step], accuracy[step]) for step in accuracy if step in entropy]).reshape(-1, 2)
-
-
 def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str, str, str], None]) -> Figure:
     """``draw`` has arguments axes, objective, rate, colour."""
     from matplotlib.figure import Figure
@@ -123,11 +112,7 @@ def _curves(evidence: Evidence, picture: _Picture) -> Figure:
 
 def _frontiers(evidence: Evidence, picture: _Picture) -> Figure:
     def path(axes: Axes, name: str, rate: str, colour: str) -> None:
-        values = frontier(evidence, (name, rate))
-        if len(values):
-            width = 2.4 if name == "tepo" else 1.5
-            axes.plot(values[:, 0], 100 * values[:, 1], color=colour, linewidth=width, label=name)
-            axes.plot(values[-1:, 0], 100 * values[-1:, 1], "o", color=colour, markersize=6)
+        plot_frontier(axes, name, evidence, (name, rate), colour)
 
     return _grid(evidence, picture.label, "entropy, nats a token (a run moves from right to left)", path)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from examples.evidence.figures import Evidence, Key
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -64,3 +66,20 @@ def plot_curve(
     axes.plot(steps, mean, color=colour, linewidth=2.4 if bold else 1.5, label=f"{name} ({len(runs)})", zorder=3 + bold)
     if len(runs) > 1:
         axes.fill_between(steps, low, high, color=colour, alpha=0.14 if bold else 0.07, linewidth=0, zorder=2)
+
+
+def frontier(evidence: Evidence, key: Key) -> np.ndarray:
+    """[N, 2]: entropy and greedy accuracy at evaluated steps, smoothed as the curves and averaged over seeds."""
+    entropy, accuracy = (
+        dict(zip(steps.tolist(), values[0], strict=True))
+        for steps, values in (mean_curve(evidence.curves(key, name), WINDOW) for name in ("entropy/mean", "accuracy/greedy"))
+    )
+    return np.array([(entropy[step], accuracy[step]) for step in accuracy if step in entropy]).reshape(-1, 2)
+
+
+def plot_frontier(axes: Axes, name: str, evidence: Evidence, key: Key, colour: str) -> None:
+    values = frontier(evidence, key)
+    if len(values):
+        width = 2.4 if colour == COLOURS[0] else 1.5
+        axes.plot(values[:, 0], 100 * values[:, 1], color=colour, linewidth=width, label=name)
+        axes.plot(values[-1:, 0], 100 * values[-1:, 1], "o", color=colour, markersize=6)

@@ -160,7 +160,7 @@ def _claims(evidence: Evidence) -> str:
                 cells[index] = f"{place}{compared.text(figure, ratio=figure.ratio)}, {pairs}: **{claim.judge(compared)}**"
                 result = compared if rate is None else None
         if set(cells) != {"–"}:
-            rows.append([claim.said, f"{figure.name}, {'ratio' if figure.ratio else 'difference'}", other, *cells])
+            rows.append([claim.said, figure.compared, other, *cells])
             best.append((claim, result))
     verdicts = iter(corrected([(claim, result) for claim, result in best if result]))
     rows = [[*row, f"**{next(verdicts)}**" if result else "–"] for row, (_, result) in zip(rows, best, strict=True)]
@@ -222,7 +222,7 @@ def _against(evidence: Evidence, rate: str) -> str:
         if most := max(item.seeds for item in result):
             cells = (item.text(figure, ratio=figure.ratio) for figure, item in zip(figures, result, strict=True))
             rows.append([objective, str(most), *cells])
-    heads = [f"{figure.name}, {'ratio' if figure.ratio else 'difference'}" for figure in figures]
+    heads = [figure.compared for figure in figures]
     return _table(["beside GRPO", "pairs", *heads], rows)
 
 
@@ -245,6 +245,16 @@ def effects(values: Sequence[Sequence[float]]) -> list[Estimate]:
         for both, likelihood, mask, neither in values
     ]
     return [Estimate.of(part) for part in zip(*parts, strict=True)]
+
+
+def by_setting(evidence: Evidence, names: Sequence[str], head: str = "") -> str:
+    """Has a row for each combination of settings."""
+    rows = [
+        [", ".join(part for part in key if part != "tuned"), str(len(seeds)), *(evidence.cell(name, key) for name in names)]
+        for key in evidence.keys
+        if (seeds := evidence.seeds(key))
+    ]
+    return markdown([head, "seeds", *(FIGURES[name].name for name in names)], rows) if rows else _NOT_RUN
 
 
 _NOT_RUN = "Not run yet.\n"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from examples.evidence.figures import FIGURES, Estimate, Evidence, Key
-from examples.evidence.shared import COLOURS, STYLE, WINDOW, filled, mean_curve, plot_curve
-from examples.evidence.tables import DIFFERENCE, HALF, LESS, MORE, Claim, corrected
+from examples.evidence.shared import COLOURS, STYLE, filled, plot_curve, plot_frontier
+from examples.evidence.tables import DIFFERENCE, HALF, LESS, MORE, Claim, by_setting, corrected
 from tepo_megatron.tools.results import markdown
 
 if TYPE_CHECKING:
@@ -87,9 +87,8 @@ def verdicts(sweeps: Sweeps) -> str:
     for item, verdict in zip(items, judged, strict=True):
         figure = FIGURES[item.claim.figure]
         text = item.result.text(figure, ratio=figure.ratio)
-        kind = "ratio" if figure.ratio else "difference"
         alone = item.claim.judge(item.result)
-        rows.append([item.claim.said, item.where, item.other, f"{figure.name}, {kind}", text, alone, f"**{verdict}**"])
+        rows.append([item.claim.said, item.where, item.other, figure.compared, text, alone, f"**{verdict}**"])
     columns = ["question", "where", "TEPO beside", "figure", "of TEPO to the other", "alone", "after Holm's correction"]
     dropped = [
         f"{item.where} beside {item.other}: {FIGURES[item.claim.figure].name}" for item in everything if not item.result.seeds
@@ -107,22 +106,16 @@ def state(sweeps: Sweeps) -> str:
     return markdown(["sweep", "runs", "ended", "machines"], rows)
 
 
-def figures(evidence: Evidence, names: Sequence[str]) -> str:
-    keys = [key for key in evidence.keys if evidence.seeds(key)]
-    rows = [[label(key), str(len(evidence.seeds(key))), *(evidence.cell(name, key) for name in names)] for key in keys]
-    return markdown(["", "seeds", *(FIGURES[name].name for name in names)], rows) if rows else "Not run yet.\n"
-
-
-def label(key: Key) -> str:
-    return ", ".join(part for part in key if part != "tuned")
-
-
 def page_text(root: Path) -> str:
     sweeps = read_all(root)
     parts = {"state": state(sweeps), "verdicts": verdicts(sweeps)}
     for name in TASKS:
-        parts[f"{name}-learning"], parts[f"{name}-dynamics"] = (figures(sweeps[name], kind) for kind in (_LEARNING, _DYNAMICS))
-    parts |= {name: figures(sweeps[name], ("90", "area", "avg", "entropy", "clipped")) for name in NAMES if name not in TASKS}
+        parts[f"{name}-learning"], parts[f"{name}-dynamics"] = (
+            by_setting(sweeps[name], kind) for kind in (_LEARNING, _DYNAMICS)
+        )
+    parts |= {
+        name: by_setting(sweeps[name], ("90", "area", "avg", "entropy", "clipped")) for name in NAMES if name not in TASKS
+    }
     page = root / "docs/results/evidence-second.md"
     return filled(page.read_text(encoding="utf-8"), parts, str(page))
 
@@ -136,14 +129,7 @@ def _curves(axes: Axes, evidence: Evidence, keys: Sequence[Key]) -> None:
 def _frontier(axes: Axes, evidence: Evidence, keys: Sequence[Key]) -> None:
     axes.set(xlabel="entropy, nats a token (a run moves from right to left)", ylabel="held-out greedy, %")
     for key, colour in zip(keys, COLOURS, strict=False):
-        (steps, greedy), (others, entropy) = (
-            mean_curve(evidence.curves(key, name), WINDOW) for name in ("accuracy/greedy", "entropy/mean")
-        )
-        of_step = dict(zip(others.tolist(), entropy[0], strict=True))
-        path = [(of_step[step], 100 * value) for step, value in zip(steps.tolist(), greedy[0], strict=True) if step in of_step]
-        if path:
-            axes.plot(*zip(*path, strict=True), color=colour, linewidth=2.4 if key[0] == "tepo" else 1.5, label=key[0])
-            axes.plot(*path[-1], "o", color=colour, markersize=6)
+        plot_frontier(axes, key[0], evidence, key, colour)
 
 
 def draw(root: Path) -> list[Path]:
