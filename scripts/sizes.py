@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_727,
-    "tests, lines": 43_637,
-    "docs and docstrings, words": 109_995,
+    "package, lines": 52_732,
+    "tests, lines": 43_656,
+    "docs and docstrings, words": 109_249,
     "public classes and functions": 883,
     "modules": 273,
     "modules below 60 lines": 40,

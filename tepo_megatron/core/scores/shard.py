@@ -245,7 +245,7 @@ class RowScores(NamedTuple):
         return RowScores(*(None if values_R is None else values_R[index] for values_R in self))  # type: ignore[arg-type]
 
 
-class OtherScores(NamedTuple):
+class _OtherScores(NamedTuple):
     """[R], without use in the gradient."""
 
     slope_R: Tensor | None = None
@@ -272,7 +272,7 @@ def gather(local_RK: Tensor, tp_group: ProcessGroup | None) -> Tensor:
     return all_gather(local_RK, tp_group).view(-1, *local_RK.shape)
 
 
-def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = None) -> tuple[RowScores, OtherScores]:
+def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = None) -> tuple[RowScores, _OtherScores]:
     """``mixture_R2``: what `Backend.mixture` gives, added up over shards; a ``jsd`` needs it."""
     temperature, top = scoring.temperature, scoring.top
     if top is not None:
@@ -291,13 +291,13 @@ def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = Non
     label_t_R = (label_R - max_R) / temperature
     logprob_R = label_t_R - log_sum_R
     scores = RowScores(logprob_R, log_sum_R - weighted_R / sum_R, max_R.contiguous(), log_sum_R)
-    others = OtherScores()
+    others = _OtherScores()
     if scoring.entropy_slope:
         square_R, weighted_square_R, *rest = rest
         mean_R, label_p_R = weighted_R / sum_R, logprob_R.exp()
         label_term_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
         # log p + H = t − its mean under p
-        others = OtherScores((weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R)
+        others = _OtherScores((weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R)
     if scoring.divergence is None:
         return scores, others
     first_R, teacher_max_R, teacher_sum_R, teacher_first_R, teacher_label_R, cross_R = rest

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +21,18 @@ from torch import Tensor
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
 from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine, gather, plan_scoring
-from tepo_megatron.tools.bench.divergences import DIVERGENCES, PEERS, GatherColumns, Method, Outputs, teacher_methods
+from tepo_megatron.tools.bench.divergences import (
+    DIVERGENCES,
+    FUSED,
+    PEERS,
+    PRODUCTS,
+    TOP_K,
+    Method,
+    Outputs,
+    part_of,
+    teacher_methods,
+    whole,
+)
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tepo_megatron.tools.results import Report, Table, in_processes
 
@@ -120,9 +128,7 @@ def _measure(_: int, setting: ScoreSetting, tokens: int, vocab: int, dtype: str)
     labels = torch.randint(0, vocab, (tokens,), **drawn)
     gradients = torch.randn(2, tokens, **drawn)
     copy_gbps = _copy_gbps(repeats, device)
-    chosen = (
-        {**teacher_methods(logits, parallel_state), FLOOR: _Floor.apply} if setting.teacher else methods(device, logits, labels)
-    )
+    chosen = {**teacher_methods(logits), FLOOR: _Floor.apply} if setting.teacher else methods(device, logits, labels)
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if tokens * vocab * 4 * 5 * tp > free / 2:  # about five fp32 copies of the whole logits on each rank
         chosen.pop(_DENSE, None)
@@ -219,15 +225,16 @@ def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients
 
 
 def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str, str]:
-    def times(*names: str) -> str:
-        reference = min((peer.total_ms for peer in peers if peer.method in names), default=None)
+    def times(*names: str, more: float = 0) -> str:
+        reference = min((peer.total_ms + more for peer in peers if peer.method in names), default=None)
         return "–" if reference is None else f"{row.total_ms / reference:.2f}"
 
     def ms(value: float) -> str:
         return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
     *_, kind = row.method.split(", ")
-    rivals = [f"{peer}, {kind}" for peer in PEERS] if kind in DIVERGENCES else [_AREAL, _VERL]
+    rivals = [f"{peer}, {kind}" for peer in PEERS] if kind in (*DIVERGENCES, TOP_K) else [_AREAL, _VERL]
+    products = sum(peer.total_ms for peer in peers if peer.method == PRODUCTS and row.method.startswith(FUSED))
     return {
         "shape": row.shape if row is peers[0] else "",
         "method": row.method,
@@ -235,7 +242,7 @@ def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str
         "backward ms": ms(row.backward_ms),
         "total ms": ms(row.total_ms),
         "× Megatron": times(MEGATRON),
-        "× best peer": times(*rivals),
+        "× best peer": times(*rivals, more=products),
         "× floor": times(FLOOR),
         "× without slope": times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
         "peak extra": f"{row.peak_extra:.3f}",
@@ -261,11 +268,10 @@ def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
             "Triton's kernels alone, in place": _kernels(logits, labels),
             "Triton's kernels alone, in place" + SLOPE: _kernels(logits, labels, entropy_slope=True),
         }
-    areal = _load("areal", "areal/utils/functional/vocab_parallel.py")
-    if areal is not None:
+    if areal := part_of("areal/utils/functional/vocab_parallel.py", "_VocabParallelLogProbsEntropy"):
         result[_AREAL] = lambda logits, labels: areal._VocabParallelLogProbsEntropy.apply(logits, labels, dist.group.WORLD)
-    verl = _load("verl", "verl/utils/megatron/tensor_parallel.py")
-    if verl is not None:
+    of_verl = ("_VocabParallelEntropy", "vocab_parallel_entropy", "vocab_parallel_log_probs_from_logits")
+    if verl := part_of("verl/utils/megatron/tensor_parallel.py", *of_verl):
         result[_VERL] = partial(_verl, verl)
     return {**result, MEGATRON: _megatron, _DENSE: _dense, FLOOR: _Floor.apply}
 
@@ -314,8 +320,7 @@ def _megatron(logits: Tensor, labels: Tensor) -> Outputs:
 
 
 def _dense(logits: Tensor, labels: Tensor) -> Outputs:
-    whole = torch.cat(list(GatherColumns.apply(logits)), 1)
-    logprob = whole.log_softmax(-1, dtype=torch.float32)
+    logprob = whole(logits).log_softmax(-1, dtype=torch.float32)
     return logprob.gather(1, labels.unsqueeze(1)).squeeze(1), -(logprob.exp() * logprob).sum(-1)
 
 
@@ -338,19 +343,3 @@ def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> Outputs:
     entropy = module.vocab_parallel_entropy(logits)
     logprob = module.vocab_parallel_log_probs_from_logits(retained.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
     return logprob, entropy
-
-
-def _load(distribution: str, file: str) -> Any:
-    try:
-        path = importlib.metadata.distribution(distribution).locate_file(file)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    platforms = ModuleType("areal.infra.platforms")  # all that AReaL's file asks of the rest of it: whether this is an NPU
-    platforms.is_npu_available = False  # type: ignore[attr-defined]
-    sys.modules.setdefault("areal.infra.platforms", platforms)
-    spec = importlib.util.spec_from_file_location(f"tepo_megatron_peer_{distribution}", str(path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

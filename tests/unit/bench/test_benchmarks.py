@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +22,7 @@ from scripts.studies.compare_masks import by_entropy
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.tools.bench.divergences import DIVERGENCES, PEERS, _part_of
+from tepo_megatron.tools.bench.divergences import DIVERGENCES, FUSED, PEERS, PRODUCTS, TOP_K, part_of
 from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, random_rollouts
 from tepo_megatron.tools.bench.rollouts import RolloutSetting
 from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
@@ -142,19 +140,38 @@ def test_scores_are_measured(tmp_path: Path) -> None:
     assert len(table) == 4 + len(rows)
 
 
+_PEER = """
+class DistributedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, teacher, group, inference_only):
+        return logits.sum(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.unsqueeze(1).expand(-1, 512), None, None, None
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
-def test_divergences_are_measured(tmp_path: Path) -> None:
+def test_divergences_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "nemo_rl" / "distributed").mkdir(parents=True)
+    (folder / "model_utils.py").write_text(_PEER)
+    monkeypatch.syspath_prepend(tmp_path)
     options = ["--teacher", "--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
     invoke("bench", "scores", *options, "--output", tmp_path)
     record = json.loads((tmp_path / "teacher-cpu-tp1.json").read_text())
     rows = {row["method"]: row for row in record["results"]}
     ours = [rows[f"tepo_megatron, in place, {kind}"] for kind in DIVERGENCES]
     assert [(row["forward_collectives"], row["backward_collectives"]) for row in ours] == [(1, 0), (1, 0), (2, 0)]
-    assert {FLOOR, f"{PEERS[-1]}, forward_kl"} <= rows.keys()
+    peer = f"{PEERS[2]}, forward_kl"
+    assert {FLOOR, PRODUCTS, peer, f"tepo_megatron, in place, {TOP_K}"} <= rows.keys()
     (table,) = ScoreSetting(1, "cpu", 1, teacher=True).report([ScoreMeasurement(**row) for row in record["results"]]).tables
     shown = {cells[table.columns.index("method")]: cells[table.columns.index("× best peer")] for cells in table.rows}
-    assert shown[f"{PEERS[-1]}, forward_kl"] == "1.00"
+    assert shown[peer] == "1.00"
+    total_ms = {method: row["forward_ms"] + row["backward_ms"] for method, row in rows.items()}
+    fused = f"{FUSED}, forward_kl"
+    assert shown[fused] == f"{total_ms[fused] / (total_ms[peer] + total_ms[PRODUCTS]):.2f}"
 
 
 def test_a_peers_function_is_read_without_the_imports_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,8 +183,10 @@ def test_a_peers_function_is_read_without_the_imports_of_its_file(monkeypatch: p
         "        return 3",
     )
     (tmp_path / "peer.py").write_text("\n".join(lines))
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda _: SimpleNamespace(locate_file=lambda file: tmp_path / file))
-    assert _part_of("peer", "peer.py", "loss").loss(1) == 3
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (peer := part_of("peer.py", "loss")) is not None
+    assert peer.loss(1) == 3
+    assert part_of("none.py", "loss") is None
 
 
 def test_scores_are_ratios_to_the_methods_of_the_same_shape_and_to_a_copys_bandwidth() -> None:
