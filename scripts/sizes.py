@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_732,
-    "tests, lines": 43_656,
+    "package, lines": 52_734,
+    "tests, lines": 43_657,
     "docs and docstrings, words": 109_252,
     "public classes and functions": 883,
     "modules": 273,

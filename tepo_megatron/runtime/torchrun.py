@@ -215,6 +215,7 @@ def _environment(failure: Path) -> Iterator[None]:
     level = logging.root.manager.disable
     with changed_environment(**{FAILURE_FILE: str(failure), HAS_PARENT: "1"}, **_agent_environment()):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks and servers share cores: who waits must not spin on one
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not wants_traceback():

@@ -289,6 +289,7 @@ class Server:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self.cores
             environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
+            environment.setdefault("OMP_WAIT_POLICY", "passive")  # the trainer's ranks use the same cores
             # the first requests would wait for the compilation of a few small functions
             environment["TORCHDYNAMO_DISABLE"] = "1"
         switches = {
