@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_734,
     "tests, lines": 43_657,
-    "docs and docstrings, words": 109_252,
+    "docs and docstrings, words": 109_409,
     "public classes and functions": 883,
     "modules": 273,
     "modules below 60 lines": 40,
