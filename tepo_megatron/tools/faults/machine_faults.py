@@ -22,13 +22,10 @@ from tepo_megatron.tools.faults.workshop import (
     FaultClass,
     FaultOutcome,
     RunEnd,
-    differences,
     last_step,
-    long_replay,
     replay,
     replay_command,
     start,
-    undisturbed,
 )
 from tepo_megatron.tools.results import resident_bytes
 
@@ -72,20 +69,6 @@ def _replaying(folder: Path, rollouts: Path, **environment: str) -> Iterator[sub
         end_tree(process)
 
 
-def _outcome(name: str, folder: Path, base: Path, steps: int, result: RunEnd, began: float) -> FaultOutcome:
-    """Resumes a run that ended, without the fault."""
-    reference = base / "whole/out" if steps == LONG else base / "saved/out"
-    if result.has_traceback:
-        return FaultOutcome(name, "lost", f"a traceback: {result.said}")
-    message = f"ended, and resumed without it: {result.said}" if result.code else ""
-    if result.code and (again := replay(folder, base / "rollouts", steps, resume=True)).code:
-        return FaultOutcome(name, "lost", f"it ended ({result.said}) and could not be resumed: {again.said}")
-    if wrong := differences(folder / "out", reference):
-        return FaultOutcome(name, "lost", wrong)
-    shutil.rmtree(folder, ignore_errors=True)
-    return FaultOutcome(name, "survived", message, time.monotonic() - began)
-
-
 class _Disks(FaultClass):
     name = "disks"
     title = "the disk is full (at save, export, log), stalls, or fails and turns read-only"
@@ -95,13 +78,13 @@ class _Disks(FaultClass):
         place = ("save", "export", "log", "stalls", "fails")[number % self.whole]
         folder = self.new_folder(number)
         if place in _SIZES_KIB:
-            base, began = undisturbed(self.workshop.folder), time.monotonic()
-            return _outcome(f"full at {place}", folder, base, SAVED, self._full(place, folder, base / "rollouts"), began)
-        base, began = long_replay(self.workshop.folder), time.monotonic()
+            base, began = self.workshop.undisturbed(), time.monotonic()
+            return self.outcome_of(f"full at {place}", folder, base, SAVED, self._full(place, folder, base / "rollouts"), began)
+        base, began = self.workshop.long_replay(), time.monotonic()
         result = self._slow_or_broken(place, folder, base / "rollouts", rng)
         if place == "fails" and not result.code:
             return FaultOutcome(f"a disk that {place}", "lost", "the run ended as if nothing had happened")
-        return _outcome(f"a disk that {place}", folder, base, LONG, result, began)
+        return self.outcome_of(f"a disk that {place}", folder, base, LONG, result, began)
 
     def _full(self, place: str, folder: Path, rollouts: Path) -> RunEnd:
         # TensorBoard's files for log; a link instead of metrics.jsonl would count as an existing run
@@ -166,15 +149,14 @@ while True:
 class _Memory(FaultClass):
     name = "memory"
     title = "a neighbour in a rank's memory group takes what is left, and the kernel kills the rank"
-    quick = 1
-    whole = 2
+    whole, quick = 2, 1
 
     @classmethod
     def count(cls, *, quick: bool) -> int:
         return super().count(quick=quick) if _memory_files() else 0
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        base, folder = long_replay(self.workshop.folder), self.new_folder(number)
+        base, folder = self.workshop.long_replay(), self.new_folder(number)
         began = time.monotonic()
         files = _memory_files()
         assert files is not None
@@ -201,7 +183,7 @@ class _Memory(FaultClass):
             group.rmdir()
         if not result.code:
             raise RuntimeError("no process of the run was killed")
-        return _outcome(f"no memory left, {number + 1}", folder, base, LONG, result, began)
+        return self.outcome_of(f"no memory left, {number + 1}", folder, base, LONG, result, began)
 
 
 _CLOCK = r"""
@@ -252,7 +234,7 @@ class _Clocks(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, jumps = list(CLOCKS.items())[number % len(CLOCKS)]
-        base, folder = long_replay(self.workshop.folder), self.new_folder(number)
+        base, folder = self.workshop.long_replay(), self.new_folder(number)
         library = self.folder / "clock.so"
         if not library.exists():
             (self.folder / "clock.c").write_text(_CLOCK)
@@ -267,7 +249,7 @@ class _Clocks(FaultClass):
                 if abs(float(now) - time.time() - seconds) > _DAY / 24:
                     raise RuntimeError("the clock did not jump")
             result = RunEnd.of(process, folder)
-        return _outcome(f"the clock jumps {name}", folder, base, LONG, result, began)
+        return self.outcome_of(f"the clock jumps {name}", folder, base, LONG, result, began)
 
 
 FAULTS: tuple[type[FaultClass], ...] = (_Disks, _Memory, _Clocks)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pty
+import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import psutil
 
 from tepo_megatron.runtime.proc import Process
 
 T = TypeVar("T")
+CTRL_Z = "\x1a"
 _POLL_S = 0.02
 _ROLES = {
     "API server": "vllm.entrypoints.openai.api_server",
@@ -64,18 +69,22 @@ def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
     return [pid for pid in pids if Process.start_time(pid)]
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
-    pids = descendants(process.pid)
+def signal_all(pids: Sequence[int], *numbers: signal.Signals) -> None:
+    """Passes over those that have ended."""
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+            for number in numbers:
+                os.kill(pid, number)
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    pids = descendants(process.pid)
+    signal_all(pids, signal.SIGCONT)
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-    for pid in wait_gone(pids, 5):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    signal_all(wait_gone(pids, 5), signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)
     wait_gone(pids, 30)
@@ -101,3 +110,60 @@ def in_fork(work: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
         child.kill()
     child.join()
     return None if answers.empty() else json.loads(answers.get())
+
+
+class Terminal:
+    """A shell with job control; ``printed`` is what it shows."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.pid, self._end = pty.fork()
+        if not self.pid:
+            os.chdir(folder)
+            # nohup, or a script's &, may have started this process
+            for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.environ |= {"PS1": "", "TERM": "dumb", **environment}
+            os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606  # the shell itself
+        self.printed, self._seen, self._open = "", 0, True
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # the shell has ended
+            while self._open:  # a read in progress would keep a closed terminal open
+                if select.select([self._end], [], [], 0.05)[0]:
+                    self.printed += os.read(self._end, 65536).decode(errors="replace")
+
+    def press(self, keys: str) -> None:
+        os.write(self._end, keys.encode())
+
+    def wait(self, ready: Callable[[], Any], timeout_s: float, what: str) -> None:
+        try:
+            wait_until(ready, timeout_s, what)
+        except TimeoutError as error:
+            raise RuntimeError(f"{error}; the terminal has {self.printed[-2000:]!r}") from None
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        """``text`` must be new since the last call."""
+        self.wait(lambda: text in self.printed[self._seen :], timeout_s, repr(text))
+        self._seen = self.printed.index(text, self._seen) + len(text)
+
+    @property
+    def jobs(self) -> list[int]:
+        return descendants(self.pid)[1:]
+
+    def hang_up(self) -> None:
+        if self._open:
+            self._open = False
+            self._reader.join()
+            os.close(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pids = descendants(self.pid)
+        self.hang_up()
+        signal_all(pids, signal.SIGCONT, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)

@@ -18,7 +18,7 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path
 from tepo_megatron.tools.faults.processes import wait_gone
-from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences, undisturbed
+from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences
 
 _Edit = Callable[[list[bytes], random.Random], list[bytes]]  # of a file's lines, with their ends
 
@@ -73,7 +73,7 @@ class _Records(FaultClass):
     whole, quick = len(_OF_RECORDS) + len(_OF_OUTPUTS), 2
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        base, folder = undisturbed(self.workshop.folder), self.new_folder(number)
+        base, folder = self.workshop.undisturbed(), self.new_folder(number)
         shutil.copytree(base / "saved", folder)
         rollouts = shutil.copytree(base / "rollouts", folder / "rollouts")
         name = [item for pair in zip_longest(_OF_RECORDS, _OF_OUTPUTS) for item in pair if item][number % self.whole]

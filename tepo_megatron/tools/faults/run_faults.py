@@ -9,14 +9,13 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.sampler.rollout_file import read_rollouts
-from tepo_megatron.tools.faults.processes import wait_gone
-from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences, undisturbed
+from tepo_megatron.tools.faults.processes import signal_all, wait_gone
+from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences
 
 _WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Longest delays from a phase's start to the fault."""
@@ -51,8 +50,7 @@ class _LiveFaults(FaultClass):
             lost, said = f"{error}; the run said: {run.said()}", ""
         finally:
             if self.sends == signal.SIGSTOP and Process.start_time(victim):
-                with suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGCONT)
+                signal_all([victim], signal.SIGCONT)
         if not lost and (wrong := differences(run.out, self.workshop.reference())):
             lost = f"after {'resuming' if said else 'going on'}: {wrong}"
         if lost:
@@ -207,7 +205,7 @@ class _CheckpointDamage(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
-        base, folder = undisturbed(self.workshop.folder), self.new_folder(number)
+        base, folder = self.workshop.undisturbed(), self.new_folder(number)
         shutil.copytree(base / "saved", folder)
         pattern = "state.json" if "state.json" in name else "shards/*.safetensors"
         path = min((folder / "out/checkpoints" / f"step_{SAVED:06d}").glob(pattern))

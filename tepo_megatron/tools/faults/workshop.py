@@ -263,8 +263,8 @@ def replay_command(folder: Path, rollouts: Path, steps: int, *overrides: str, re
 def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> RunEnd:
     """Runs the rank without a launcher, in a fork with all modules: both would cost seconds of a core."""
     (folder / "log.txt").unlink(missing_ok=True)
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the rank takes any free one
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **store}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the rank takes any free one
     command = replay_command(folder, rollouts, steps, *overrides, resume=resume)
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["tepo_megatron.tools.faults.preloaded"])
@@ -278,16 +278,6 @@ def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bo
         process.kill()
         process.join()
     return RunEnd(process.exitcode, (folder / "log.txt").read_text(errors="replace"))
-
-
-def undisturbed(work: Path) -> Path:
-    """Makes ``rollouts``, a run of 3 steps in ``saved``, and its continuation to step 4 in ``whole``."""
-    return _replayed(work / "replayed", {"saved": SAVED, "whole": STEPS})
-
-
-def long_replay(work: Path) -> Path:
-    """Makes ``rollouts`` and a run in ``whole``."""
-    return _replayed(work / "replayed-long", {"whole": LONG})
 
 
 def _replayed(folder: Path, runs: Mapping[str, int]) -> Path:
@@ -323,6 +313,14 @@ class Workshop:
         self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
+
+    def undisturbed(self) -> Path:
+        """Makes ``rollouts``, a run of 3 steps in ``saved``, and its continuation to step 4 in ``whole``."""
+        return _replayed(self.folder / "replayed", {"saved": SAVED, "whole": STEPS})
+
+    def long_replay(self) -> Path:
+        """Makes ``rollouts`` and a run in ``whole``."""
+        return _replayed(self.folder / "replayed-long", {"whole": LONG})
 
     def reference(self) -> Path:
         if self._reference is None:
@@ -413,11 +411,23 @@ class FaultClass(ABC):
         if result.code:
             return FaultOutcome(name, "refused", result.said)
         messages = [line.strip()[:300] for line in result.printed.splitlines() if told in line]
-        reference = undisturbed(self.workshop.folder) / "whole/out"
+        reference = self.workshop.undisturbed() / "whole/out"
         if wrong := differences(folder / "out", reference, lacking=may_lack and bool(messages)):
             return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
         shutil.rmtree(folder, ignore_errors=True)
         return FaultOutcome(name, "survived", messages[0] if messages else "", seconds)
+
+    def outcome_of(self, name: str, folder: Path, base: Path, steps: int, end: RunEnd, start: float) -> FaultOutcome:
+        """Resumes a run that failed, without the fault."""
+        if end.has_traceback:
+            return FaultOutcome(name, "lost", f"a traceback: {end.said}")
+        if end.code and (again := replay(folder, base / "rollouts", steps, resume=True)).code:
+            return FaultOutcome(name, "lost", f"it ended ({end.said}) and could not be resumed: {again.said}")
+        if wrong := differences(folder / "out", base / ("whole/out" if steps == LONG else "saved/out")):
+            return FaultOutcome(name, "lost", wrong)
+        shutil.rmtree(folder, ignore_errors=True)
+        message = f"ended and resumed: {end.said}" if end.code else "it went on"
+        return FaultOutcome(name, "survived", message, time.monotonic() - start)
 
     def close(self) -> None:  # noqa: B027  # not every class has something to end
         ...

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -15,11 +16,10 @@ import pytest
 from tepo_megatron import errors
 from tepo_megatron.config.load import load_run
 from tepo_megatron.runtime.proc import STOPPED, Process
-from tepo_megatron.tools.faults.processes import wait_gone, wait_until
+from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, wait_gone, wait_until
 from tepo_megatron.versions import in_range
 from tests.support.processes import python_programs
 from tests.support.programs import TIMEOUT_S
-from tests.support.shell import CTRL_Z, Terminal
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -364,8 +364,8 @@ def has_stopped(pid: int, expected: bool) -> bool:
 def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(start, tmp_path: Path) -> None:
     """In a shell on a terminal, which closes while the job is stopped."""
     environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])), "TMPDIR": str(tmp_path)}
-    with Terminal(tmp_path, environment) as terminal:
-        terminal.command([sys.executable, "-c", PARENT, "wait", str(tmp_path), "engine.parallel.dp=2"])
+    with Terminal(tmp_path, **environment) as terminal:
+        terminal.press(shlex.join([sys.executable, "-c", PARENT, "wait", str(tmp_path), "engine.parallel.dp=2"]) + "\n")
         ranks = started_ranks(tmp_path)
         (parent,) = Process.children(terminal.pid)
         for keys, stopped in ((CTRL_Z, True), ("fg\n", False), (CTRL_Z, True)):

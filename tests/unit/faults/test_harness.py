@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tools.faults import input_faults, run, stop_faults, strangers
+from tepo_megatron.tools.faults import input_faults, run, stop_faults, strangers, workshop
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, listening, wait_until
 from tepo_megatron.tools.faults.run_faults import LIVE, PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
@@ -167,9 +167,9 @@ def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypat
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     live = SimpleNamespace(pids=[os.getpid()], last_step=0, steps=1, wait_for_row=bool, running=True, out=tmp_path)
-    workshop = SimpleNamespace(folder=tmp_path, live_run=lambda: live, reference=lambda: write_run(tmp_path / "reference"))
+    shop = SimpleNamespace(folder=tmp_path, live_run=lambda: live, reference=lambda: write_run(tmp_path / "reference"))
     try:
-        outcomes = [run.CLASSES["strangers"](cast(Any, workshop)).inject(9, random.Random(0))]
+        outcomes = [run.CLASSES["strangers"](cast(Any, shop)).inject(9, random.Random(0))]
         assert [(item.fault, item.result) for item in outcomes] == [("a value in every key-value store", "lost")]
         assert outcomes[0].said == f"the stores at the ports [{store.port}] took a stranger's value"
     finally:
@@ -238,10 +238,9 @@ def test_a_terminal_has_keys_and_can_be_closed(
         return [sys.executable, "-c", RUN, str(folder / "out"), does]
 
     monkeypatch.setattr(stop_faults, "replay_command", command)
-    monkeypatch.setattr(stop_faults, "long_replay", lambda _: tmp_path / "base")
-    monkeypatch.setattr(stop_faults, "replay", lambda *_, **__: RunEnd(0, ""))
+    monkeypatch.setattr(workshop, "replay", lambda *_, **__: RunEnd(0, ""))
     monkeypatch.setattr(stop_faults, "GONE_S", 5.0)
-    faults = run.CLASSES["stops"](cast(Any, SimpleNamespace(folder=tmp_path)))
+    faults = run.CLASSES["stops"](cast(Any, SimpleNamespace(folder=tmp_path, long_replay=lambda: tmp_path / "base")))
     outcome = faults.inject(list(stop_faults.STOPS).index(fault), random.Random(0))
     assert outcome.said.startswith(said)
     assert outcome.result == ("survived" if does == "saves" else "lost")

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.runtime.proc import STOPPED, Process
-from tepo_megatron.tools.faults.processes import descendants, wait_until
+from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, descendants, wait_until
 from tests.support.programs import TIMEOUT_S
-from tests.support.shell import CTRL_Z, Terminal
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -40,7 +39,7 @@ with stopped_together(lambda: print("stopping", flush=True)):
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     with Terminal(tmp_path) as shell:
         (tmp_path / "job.py").write_text(JOB)
-        shell.command([sys.executable, "job.py"])
+        shell.press(f"{sys.executable} job.py\n")
         shell.wait_for("started", TIMEOUT_S)
         yield shell
 
@@ -152,7 +151,7 @@ def test_work_is_done_when_its_terminal_goes_away(tmp_path: Path) -> None:
     with Terminal(tmp_path) as terminal:
         (tmp_path / "work.py").write_text(WORK)
         terminal.press("trap '' HUP\n")  # nohup would take the terminal away at once
-        terminal.command([sys.executable, "work.py", str(tmp_path), "gone"])
+        terminal.press(f"{sys.executable} work.py {tmp_path} gone\n")
         terminal.wait_for("started", TIMEOUT_S)
         terminal.hang_up()
         (tmp_path / "gone").touch()
