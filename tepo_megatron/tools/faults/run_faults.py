@@ -120,18 +120,6 @@ class _TeacherKills(FaultClass):
         return FaultOutcome(name, "lost" if lost else "survived", lost, None if lost else seconds)
 
 
-HANGS = (
-    ("reward worker", "reward"),
-    ("engine core", "rollout"),
-    ("vLLM worker", "sync"),
-    ("rank 1", "update"),
-    ("vLLM worker", "rollout"),
-    ("engine core", "sync"),
-    ("rank 1", "score"),
-    ("reward worker", "rollout"),
-)
-
-
 class _Hangs(_LiveFaults):
     name = "hangs"
     title = "SIGSTOP of engine core, vLLM worker, rank, reward worker, live"
