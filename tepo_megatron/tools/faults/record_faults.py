@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,51 +41,45 @@ def _change(key: str, value: Any, line: int = -1) -> _Edit:
     return edit
 
 
-_OF_RECORDS: dict[str, _Edit] = {
-    "a reward changed": _change("reward", 0.25),
-    "one bit flipped": _flip_a_bit,
-    "cut off": _cut_off,
-    "a line removed": lambda lines, rng: lines[:-1],
-    "a line twice": lambda lines, rng: [*lines, lines[-1]],
-    "two lines exchanged": lambda lines, rng: [lines[0], lines[2], lines[1], *lines[3:]],
-    "another step named": _change("step", SAVED - 1, 0),
-    "a reward that is no number": _change("reward", float("nan")),
-    "empty": lambda lines, rng: [],
-    "removed": lambda lines, rng: lines,
-}
-_OF_OUTPUTS: dict[str, tuple[str, _Edit]] = {
-    "metrics.jsonl: cut off": ("metrics.jsonl", _cut_off),
-    "metrics.jsonl: a line twice": ("metrics.jsonl", lambda lines, rng: [*lines, lines[-1]]),
-    "metrics.jsonl: a step that never was": ("metrics.jsonl", lambda lines, rng: [*lines, b'{"step": 99}\n']),
-    "metrics.jsonl: a line that is no JSON": ("metrics.jsonl", lambda lines, rng: [lines[0], b"\xff{\n", *lines[1:]]),
-    "metrics.jsonl: empty": ("metrics.jsonl", lambda lines, rng: []),
-    "resolved.yaml: cut off": ("resolved.yaml", _cut_off),
-    "resolved.yaml: empty": ("resolved.yaml", lambda lines, rng: []),
-    "run.lock: garbage": ("run.lock", lambda lines, rng: [rng.randbytes(40)]),
-    "status: garbage": ("status/*", lambda lines, rng: [rng.randbytes(40)]),
-}
+_RECORD, _METRICS, _RESOLVED = str(record_path(Path("rollouts"), SAVED)), "out/metrics.jsonl", "out/resolved.yaml"
+_EDITS: dict[str, tuple[str, _Edit | None]] = {
+    "the record: a reward changed": (_RECORD, _change("reward", 0.25)),
+    "metrics.jsonl: cut off": (_METRICS, _cut_off),
+    "the record: one bit flipped": (_RECORD, _flip_a_bit),
+    "the record: cut off": (_RECORD, _cut_off),
+    "the record: a line removed": (_RECORD, lambda lines, rng: lines[:-1]),
+    "the record: a line twice": (_RECORD, lambda lines, rng: [*lines, lines[-1]]),
+    "the record: two lines exchanged": (_RECORD, lambda lines, rng: [lines[0], lines[2], lines[1], *lines[3:]]),
+    "the record: another step named": (_RECORD, _change("step", SAVED - 1, 0)),
+    "the record: a reward that is no number": (_RECORD, _change("reward", float("nan"))),
+    "the record: empty": (_RECORD, lambda lines, rng: []),
+    "the record: removed": (_RECORD, None),
+    "metrics.jsonl: a line twice": (_METRICS, lambda lines, rng: [*lines, lines[-1]]),
+    "metrics.jsonl: a step that never was": (_METRICS, lambda lines, rng: [*lines, b'{"step": 99}\n']),
+    "metrics.jsonl: a line that is no JSON": (_METRICS, lambda lines, rng: [lines[0], b"\xff{\n", *lines[1:]]),
+    "metrics.jsonl: empty": (_METRICS, lambda lines, rng: []),
+    "resolved.yaml: cut off": (_RESOLVED, _cut_off),
+    "resolved.yaml: empty": (_RESOLVED, lambda lines, rng: []),
+    "run.lock: garbage": ("out/run.lock", lambda lines, rng: [rng.randbytes(40)]),
+    "status: garbage": ("out/status/*", lambda lines, rng: [rng.randbytes(40)]),
+}  # fault → (files, edit; None removes them)
 
 
 class _Records(FaultClass):
     name = "records"
     title = "edited records of rollouts, metrics and other files of a run, then --resume"
-    whole, quick = len(_OF_RECORDS) + len(_OF_OUTPUTS), 2
+    whole, quick = len(_EDITS), 2  # the first two
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         base, folder = self.workshop.undisturbed(), self.new_folder(number)
         shutil.copytree(base / "saved", folder)
         rollouts = shutil.copytree(base / "rollouts", folder / "rollouts")
-        name = [item for pair in zip_longest(_OF_RECORDS, _OF_OUTPUTS) for item in pair if item][number % self.whole]
-        if name in _OF_RECORDS:
-            paths, edit = [record_path(rollouts, SAVED)], _OF_RECORDS[name]
-        else:
-            pattern, edit = _OF_OUTPUTS[name]
-            paths = sorted((folder / "out").glob(pattern))
-        for path in paths:
-            path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True), rng)))
-            if name == "removed":
+        name, (pattern, edit) = list(_EDITS.items())[number]
+        for path in sorted(folder.glob(pattern)):
+            if edit is None:
                 path.unlink()
-        name = name if name in _OF_OUTPUTS else f"the record: {name}"
+            else:
+                path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True), rng)))
         settings = "train.allow_change=[rollout.replay]"
         return self.resume(name, folder, rollouts, settings, told="lacks the rows", may_lack=True)
 
