@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -20,11 +19,6 @@ values = _randoms.map(Hostile.value)
 """They may become JSON, with NaN and infinities."""
 
 
-def as_json(value: Any) -> str:
-    """NaN and escapes of surrogates are in it."""
-    return json.dumps(value)
-
-
 DEEP = b"[" * 3000
-bodies = (values.map(as_json) | st.sampled_from(BROKEN) | texts).map(lambda text: text.encode("utf-8", "surrogatepass"))
+bodies = (values.map(json.dumps) | st.sampled_from(BROKEN) | texts).map(lambda text: text.encode("utf-8", "surrogatepass"))
 """Of HTTP requests."""

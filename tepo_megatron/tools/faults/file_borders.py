@@ -45,7 +45,6 @@ from tepo_megatron.tools.faults.hostile import (
     named,
     needs_unicode,
     refusable,
-    tokenizer_files,
     write_tokenizer,
 )
 from tepo_megatron.tools.report import write_report
@@ -281,8 +280,7 @@ def _model(folder: Path, random: Hostile) -> None:
 
 @border("tokenizer")
 def _tokenizer(folder: Path, random: Hostile) -> None:
-    wrong = random.choice(list(tokenizer_files()))
-    write_tokenizer(folder, wrong, random)
+    write_tokenizer(folder, random)
     if random.random() < 0.2:
         model = (resolve_model_path(_TINY) / "tokenizer.model").read_bytes()
         (folder / "tokenizer.json").unlink()

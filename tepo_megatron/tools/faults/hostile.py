@@ -124,7 +124,7 @@ _TEMPLATE = (
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def tokenizer_files() -> dict[str, Any]:
+def write_tokenizer(folder: Path, random: Hostile | None = None) -> Path:
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocabulary = {name: index for index, name in enumerate([*SPECIAL, *sorted(ByteLevel.alphabet())])}
@@ -133,18 +133,17 @@ def tokenizer_files() -> dict[str, Any]:
     added = [{"id": index, "content": name, **flags} for index, name in enumerate(SPECIAL)]
     core = {"version": "1.0", "added_tokens": added, "pre_tokenizer": _LEVEL, "decoder": _LEVEL, "model": model}
     settings = {"eos_token": SPECIAL[0], "chat_template": _TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    return {
+    files: dict[str, Any] = {
         "tokenizer.json": core,
         "tokenizer_config.json": settings,
         "generation_config.json": {"eos_token_id": [0]},
         "config.json": {"vocab_size": 300, "eos_token_id": 0},
     }
-
-
-def write_tokenizer(folder: Path, wrong: str = "", random: Hostile | None = None) -> Path:
-    for name, sound in tokenizer_files().items():
-        data = random.json(sound) if name == wrong and random else json.dumps(sound).encode()
-        (folder / name).write_bytes(data)
+    for name, sound in files.items():
+        (folder / name).write_text(json.dumps(sound))
+    if random is not None:  # one of them is hostile
+        wrong = random.choice(list(files))
+        (folder / wrong).write_bytes(random.json(files[wrong]))
     return folder
 
 

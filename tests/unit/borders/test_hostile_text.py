@@ -9,9 +9,8 @@ import io
 import json
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +33,21 @@ from tepo_megatron.tasks.environments.agent_session import ChatRequest
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.reward.recorded import read_recorded
-from tepo_megatron.tools.faults.hostile import SURROGATES, is_shown
+from tepo_megatron.tools.faults.hostile import SPECIAL, SURROGATES, chat_tokenizer, is_shown
 from tests.support import hostile_environment
-from tests.support.chat_tokenizer import SPECIAL, TOOLS_TEMPLATE, write_chat_tokenizer
 from tests.support.cli import invoke
 from tests.support.episodes import FakeSamples
 from tests.support.hostile import texts, valid_texts, values
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chat"), TOOLS_TEMPLATE))
+def chat() -> Tokenizer:
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Tokenizer:
     return load_tokenizer(resolve_model_path("builtin:tiny"))
-
-
-@pytest.fixture(scope="module", params=["chat", "tiny"])
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    result: Tokenizer = request.getfixturevalue(request.param)
-    return result
-
-
-def observations_of(tokenizer: Tokenizer) -> Observations:
-    return Observations(tokenizer, tokenizer.vocab_size)
 
 
 def test_a_file_whose_name_is_not_utf8_names_no_problem(tmp_path: Path) -> None:
@@ -90,7 +78,7 @@ class TestSpecialTokens:
     def test_names_in_a_text_are_characters_unless_tokens_are_asked_for(self, text: str, chat: Tokenizer) -> None:
         said = ["chat", vars(ChatRequest(({"role": "user", "content": text},), begins=False))]
         plain = Observations(chat, chat.vocab_size, chat_template=False).ids(said, ended=True).tolist()
-        told = observations_of(chat).ids(["text", text], ended=True).tolist()
+        told = Observations(chat, chat.vocab_size).ids(["text", text], ended=True).tolist()
         for ids in (chat.encode(text), chat.prompt_ids(text), told, plain):
             assert not [token for token in ids if token < len(SPECIAL)]
             assert chat.decode(ids) == text
@@ -130,20 +118,15 @@ class TestSpecialTokens:
             EnvironmentConfig(name="a.py:a", adapter="agent", special_tokens=True)
 
 
-ENCODINGS = ("utf-8", "latin-1", "ascii")
-
-encodings = st.sampled_from(ENCODINGS)
+encodings = st.sampled_from(("utf-8", "latin-1", "ascii"))
 
 
 @contextmanager
 def written(encoding: str) -> Iterator[Callable[[], str]]:
     """Replaces standard output by one that refuses what ``encoding`` does not have."""
-    stream, before = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True), sys.stdout
-    sys.stdout = stream
-    try:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
+    with redirect_stdout(stream):
         yield lambda: stream.buffer.getvalue().decode(encoding)
-    finally:
-        sys.stdout = before
 
 
 @given(text=texts, encoding=encodings)
