@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from tepo_megatron.tools.faults.processes import descendants, end_tree, wait_gone, wait_until
 from tepo_megatron.tools.faults.program import FOLDER
@@ -113,27 +112,21 @@ class _Disks(FaultClass):
             return RunEnd.of(process, folder)
 
 
-class _MemoryFiles(NamedTuple):
-    root: Path
-    usage: str
-    limit: str
-
-
 _MEMORY_FILES = (
-    _MemoryFiles(Path("/sys/fs/cgroup/memory"), "memory.usage_in_bytes", "memory.limit_in_bytes"),
-    _MemoryFiles(Path("/sys/fs/cgroup"), "memory.current", "memory.max"),
-)
+    (Path("/sys/fs/cgroup/memory"), "memory.usage_in_bytes", "memory.limit_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.current", "memory.max"),
+)  # the root of groups, and a group's files of what it uses and may use
 
 
-def _memory_files() -> _MemoryFiles | None:
-    for files in _MEMORY_FILES:
-        probe = files.root / f"tepo-faults-probe-{os.getpid()}"
+def _memory_files() -> tuple[Path, str, str] | None:
+    for root, usage, limit in _MEMORY_FILES:
+        probe = root / f"tepo-faults-probe-{os.getpid()}"
         with suppress(OSError):
             probe.mkdir()
-            has_limit = (probe / files.limit).exists()
+            has_limit = (probe / limit).exists()
             probe.rmdir()
             if has_limit:
-                return files
+                return root, usage, limit
     return None
 
 
@@ -160,7 +153,8 @@ class _Memory(FaultClass):
         began = time.monotonic()
         files = _memory_files()
         assert files is not None
-        group = files.root / f"tepo-faults-{os.getpid()}"
+        root, usage, limit = files
+        group = root / f"tepo-faults-{os.getpid()}"
         group.mkdir()
         hog = None
         try:
@@ -169,7 +163,7 @@ class _Memory(FaultClass):
                 rank = max(descendants(process.pid), key=partial(resident_bytes, "VmRSS"))
                 (group / "cgroup.procs").write_text(str(rank))
                 Path(f"/proc/{rank}/oom_score_adj").write_text("1000")  # the kernel ends it before the neighbour
-                (group / files.limit).write_text(str(int((group / files.usage).read_text()) + 2**27))
+                (group / limit).write_text(str(int((group / usage).read_text()) + 2**27))
                 command = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs"; exec "$0" -c "$1"', sys.executable, _HOG]
                 hog = subprocess.Popen(command)
                 wait_gone([rank], 60.0)
