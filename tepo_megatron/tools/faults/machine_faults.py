@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tools.faults.processes import descendants, end_tree, wait_gone, wait_until
 from tepo_megatron.tools.faults.program import FOLDER
 from tepo_megatron.tools.faults.workshop import (
@@ -236,8 +237,7 @@ class _Clocks(FaultClass):
         began = time.monotonic()
         with _replaying(folder, base / "rollouts", LD_PRELOAD=str(library)) as process:
             for seconds in jumps(rng):
-                (folder / "clock.new").write_text(str(seconds))
-                (folder / "clock.new").replace(folder / "clock")
+                write_atomically(folder / "clock", str(seconds))
                 environment = {FOLDER: str(folder), "LD_PRELOAD": str(library)}
                 now = subprocess.check_output([sys.executable, "-c", "import time; print(time.time())"], env=environment)
                 if abs(float(now) - time.time() - seconds) > _DAY / 24:

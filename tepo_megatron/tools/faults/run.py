@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import random
 import re
 import shutil
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.runtime.files import LogFile
 from tepo_megatron.runtime.text import echo
 from tepo_megatron.tools.faults import (
     borders,
@@ -141,7 +141,6 @@ class _OutcomeLog:
         self.folder, self.seed, self.quick = folder, seed, quick
         self._path = folder / "outcomes.jsonl"
         self._done: dict[tuple[str, int], dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
         head = {"seed": seed, "quick": quick}
         if not self._path.exists():
             self._append(head)
@@ -154,8 +153,7 @@ class _OutcomeLog:
             )
         self._done = {(entry["class"], entry["number"]): entry for entry in map(json.loads, lines)}
         if not text.endswith("\n"):
-            with self._path.open("a") as file:
-                file.write("\n")  # keeps a cut-off line on its own line; readers skip it
+            LogFile(self._path).append(b"\n")  # keeps a cut-off line on its own line; readers skip it
 
     def has(self, name: str, number: int) -> bool:
         return (name, number) in self._done
@@ -169,10 +167,7 @@ class _OutcomeLog:
         return [self._done[key] for key in sorted(self._done) if key[0] == name]
 
     def _append(self, entry: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        LogFile(self._path).append((json.dumps(entry, default=str) + "\n").encode())
 
     @property
     def _outcomes(self) -> dict[str, list[dict[str, Any]]]:

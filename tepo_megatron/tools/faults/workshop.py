@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -172,8 +173,7 @@ class LiveRun:
         reached = self.folder / "reached"
         for name in ("armed", "reached"):
             (self.folder / name).unlink(missing_ok=True)
-        (self.folder / "draft").write_text(phase)
-        (self.folder / "draft").replace(self.folder / "armed")
+        write_atomically(self.folder / "armed", phase)
         wait_until(lambda: reached.exists() or not self.running, _PATIENCE_S, f"the phase {phase}")
         if not reached.exists():
             raise RuntimeError(f"the run ended before it came to {phase}: {self.said()}")
