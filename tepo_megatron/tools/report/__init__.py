@@ -126,7 +126,6 @@ def _title(runs: Sequence[Run]) -> str:
 
 def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
     columns = {name: [_number(row.get(name)) for row in run.rows] for name in metrics}
-    resumed = [*run.earlier, ("resolved.yaml", run.settings)]
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -138,7 +137,7 @@ def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
         "faults": run.faults,
         "events": [(step, text, _number(value)) for step, text, value in run.events],
         "hangs": run.hangs,
-        "changes": [changes(before, after) for (_, before), (_, after) in itertools.pairwise(resumed)],
+        "changes": [changes(*pair) for pair in itertools.pairwise([*run.earlier, run.settings])],
     }
 
 
@@ -156,11 +155,8 @@ def _samples_data(runs: Sequence[Run], most: int, megabytes: float) -> dict[str,
         groups = [group for index, run in enumerate(runs) for group in read_samples(index, run.folder, kind)]
         recorded[kind] = sum(len(group.responses) for group in groups)
         chosen += evenly(groups, most, room)
-    with_tokens = [group for group in chosen if group.kind == "tokens"]
-    tokens = {
-        index: pack([group for group in with_tokens if group.run == index])
-        for index in sorted({group.run for group in with_tokens})
-    }
+    with_tokens = (group for group in chosen if group.kind == "tokens")  # run by run
+    tokens = {run: pack(list(groups)) for run, groups in itertools.groupby(with_tokens, lambda group: group.run)}
     names = ("run", "kind", "step", "problem", "prompt", "answer", "source")
     data = [{name: getattr(group, name) for name in names} | {"responses": _finite(group.responses)} for group in chosen]
     return {"groups": data, "recorded": recorded, "tokens": tokens}

@@ -90,7 +90,7 @@ class Run:
     settings: Settings = field(default_factory=dict)
     said: str = ""  # state or end, as a sentence
     goes_on: bool = False
-    earlier: Sequence[tuple[str, Settings]] = ()  # (file name, settings) before each resumption that changed some; oldest first
+    earlier: Sequence[Settings] = ()  # before each resumption that changed some; oldest first
     hangs: Sequence[tuple[str, str]] = ()  # file name, text
 
     @classmethod
@@ -118,7 +118,7 @@ class Run:
             settings=settings,
             said="begins" if begins else _AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
             goes_on=goes_on or begins,
-            earlier=[(path.name, _settings(path)) for path in earlier],
+            earlier=[_settings(path) for path in earlier],
             hangs=hangs,
         )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -31,12 +32,11 @@ class SampleGroup:
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
     """First groups of all steps come before second ones, spread evenly. Keeps the order."""
-    ranks: dict[int, list[int]] = {}
-    seen: dict[tuple[int, int], int] = {}
+    ranks = defaultdict[int, list[int]](list)
+    seen = Counter[tuple[int, int]]()
     for index, group in enumerate(groups):
-        place = (group.run, group.step)
-        seen[place] = seen.get(place, -1) + 1
-        ranks.setdefault(seen[place], []).append(index)
+        ranks[seen[group.run, group.step]].append(index)
+        seen[group.run, group.step] += 1
     taken: list[int] = []
     for rank in sorted(ranks):
         for index in _spread(ranks[rank]):
@@ -130,9 +130,9 @@ def _token_groups(run: int, folder: Path) -> list[SampleGroup]:
             samples = read_tokens(path)
         except FileNotFoundError:
             continue
-        groups: dict[int, list[int]] = {}
+        groups = defaultdict[int, list[int]](list)
         for index, group in enumerate(samples.group.tolist()):
-            groups.setdefault(group, []).append(index)
+            groups[group].append(index)
         result += [_token_group(run, samples, tuple(members)) for members in groups.values()]
     return result
 

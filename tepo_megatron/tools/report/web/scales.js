@@ -80,10 +80,8 @@ const COLOURINGS = {
 function paint(node, share) {
   const strength = Math.min(1, Math.abs(share));
   if (!(strength > 0.02)) return;
-  const [r, g, b] = (share < 0 ? BLUE : ORANGE)[theme()];
-  const alpha = 0.06 + 0.88 * strength;
-  node.style.backgroundColor = `rgba(${r}, ${g}, ${b}, ${alpha.toFixed(3)})`;
-  if (alpha > 0.56) node.style.color = isDark() ? '#0b0e12' : '#ffffff';
+  node.style.backgroundColor = paintText(share);
+  if (strength > 0.57) node.style.color = isDark() ? '#0b0e12' : '#ffffff';
 }
 
 function paintText(share) {
