@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.cli import invoke
 from tests.support.launch import run_dist
+from tests.support.programs import run_python
 from tests.support.random_models import draw_rollouts
 
 
@@ -329,9 +329,7 @@ def test_masks_of_a_recorded_run(tmp_path: Path) -> None:
         "train": {"steps": 2, "minibatches": 2},
     }
     (run / "resolved.yaml").write_text(dump_resolved(RunConfig.model_validate(document)))
-    command = [sys.executable, "-m", "scripts.studies.compare_masks", str(run)]
-    done = subprocess.run([*command, "--steps", "2", "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python("-m", "scripts.studies.compare_masks", run, "--steps", 2, "--output", tmp_path, cwd=ROOT)
     record = json.loads((tmp_path / "masks-float32.json").read_text())
     first, second = record["updates"]
     assert first["tokens"] + second["tokens"] == 2 * 8 * 20 / 2

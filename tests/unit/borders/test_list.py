@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,18 +26,8 @@ READERS = frozenset(
 )
 """Functions and classes, by their last name."""
 
-OF_MODULES = frozenset(
-    {
-        ("json", "load"),
-        ("json", "loads"),
-        ("yaml", "load"),
-        ("np", "load"),
-        ("os", "read"),
-        ("subprocess", "run"),
-        ("OmegaConf", "load"),
-    }
-)
-VALUES = frozenset({("os", "environ"), ("sys", "stdin"), ("sys", "argv")})
+OF_MODULES = frozenset(("json.load", "json.loads", "yaml.load", "np.load", "os.read", "subprocess.run", "OmegaConf.load"))
+VALUES = frozenset(("os.environ", "sys.stdin", "sys.argv"))
 
 
 def is_reader(node: ast.AST) -> bool:
@@ -48,7 +37,7 @@ def is_reader(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in READERS:
             return True
         case ast.Attribute(value=ast.Name(id=of), attr=name):
-            return (of, name) in OF_MODULES | VALUES
+            return f"{of}.{name}" in OF_MODULES | VALUES
     return False
 
 
@@ -56,7 +45,6 @@ def reads(source: str) -> bool:
     return any(map(is_reader, ast.walk(ast.parse(source))))
 
 
-@cache
 def readers() -> frozenset[str]:
     paths = (path for path in PACKAGE.rglob("*.py") if reads(path.read_text(encoding="utf-8")))
     return frozenset(path.relative_to(PACKAGE).as_posix() for path in paths)

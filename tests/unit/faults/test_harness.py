@@ -74,17 +74,8 @@ def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path
 
 def test_there_are_as_many_faults_as_were_promised_and_no_two_kills_are_the_same() -> None:
     promised = {"kills": 16, "hangs": 8, "damage": 12, "disks": 5, "strangers": 22, "configs": 200, "answers": 60}
-    promised |= {
-        "restarts": 14,
-        "teachers": 7,
-        "stops": 21,
-        "records": 19,
-        "journals": 5,
-        "clocks": 4,
-        "memory": 2,
-        "sizes": 2,
-        "borders": 105,
-    }
+    promised |= {"restarts": 14, "teachers": 7, "stops": 21, "records": 19, "journals": 5}
+    promised |= {"clocks": 4, "memory": 2, "sizes": 2, "borders": 105}
     assert {name: kind.whole for name, kind in run.CLASSES.items() if name in promised} == promised
     assert len(SILENT_FAULTS) >= 12
     assert sum(kind.whole for kind in run.CLASSES.values()) >= 500
