@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_734,
-    "tests, lines": 43_657,
-    "docs and docstrings, words": 109_409,
-    "public classes and functions": 883,
+    "package, lines": 52_668,
+    "tests, lines": 43_510,
+    "docs and docstrings, words": 109_554,
+    "public classes and functions": 882,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
