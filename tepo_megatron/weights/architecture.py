@@ -202,8 +202,7 @@ class ModelSpec:
     def padded_vocab_size(self, tp: int) -> int:
         return -(-self.vocab_size // tp) * tp
 
-    def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
-        """Assumes even stages."""
+    def check_parallel(self, *, tp: int, ep: int = 1, etp: int | None = None) -> None:
         splits = [("tp", tp, "attention heads", self.num_heads), ("tp", tp, "key/value heads", self.num_kv_heads)]
         if self.experts is None:
             if ep > 1 or etp is not None:
@@ -218,11 +217,6 @@ class ModelSpec:
                 raise ValueError(
                     f"engine.parallel.{field_name} = {parts} does not divide the model's {size} {name}; use a divisor of {size}"
                 )
-        if self.num_layers % pp:
-            raise ValueError(
-                f"engine.parallel.pp = {pp} does not divide the model's {self.num_layers} layers; "
-                f"use a divisor of {self.num_layers}"
-            )
 
     def check_length(self, tokens: int, field: str) -> None:
         """``field`` names the fields that allow ``tokens``."""

@@ -71,7 +71,7 @@ class MegatronParallel:
         )
 
     def check(self, spec: ModelSpec) -> None:
-        spec.check_parallel(tp=self.tp, pp=1, ep=self.ep, etp=self.etp)
+        spec.check_parallel(tp=self.tp, ep=self.ep, etp=self.etp)
         if self.tp * self.dp % (self.expert_tp * self.ep):
             raise ValueError(
                 f"the experts' split, ep × etp = {self.ep} × {self.expert_tp}, does not divide the tp × dp = {self.tp} × "
@@ -214,7 +214,7 @@ class _TrainerSizes(Protocol):
 
 def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> MegatronParallel:
     tp, cp, ep, etp = parallel.tp, parallel.cp, parallel.ep, parallel.etp
-    spec.check_parallel(tp=tp, pp=1, ep=ep, etp=etp)  # stages may be uneven
+    spec.check_parallel(tp=tp, ep=ep, etp=etp)
     stages = pipeline_stages_of(spec, parallel)
     if spec.experts is not None and tp > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -237,8 +237,6 @@ def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> MegatronPar
 
 def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-    if first is None and last is None:
-        spec.check_parallel(tp=1, pp=parallel.pp)
     try:
         return pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp, first=first, last=last)
     except ValueError as error:

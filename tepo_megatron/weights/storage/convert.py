@@ -153,7 +153,7 @@ def import_model(
     Keeps dtypes. ``vpp``: chunks of a stage. Raises as ``export_model``.
     """
     spec, weights = read_model_spec(source), StoredWeights.open(source)
-    spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
+    spec.check_parallel(tp=tp)
     stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
     weights.check(tensor_shapes(spec))
     parallel = MegatronParallel(tp=tp, pp=pp, stages=stages)
