@@ -27,11 +27,9 @@ _Stages = tuple[tuple[range, ...], ...]
 
 class _RankCoordinates(NamedTuple):
     tp_rank: int
-    dp_rank: int
     pp_rank: int
     etp_rank: int
     ep_rank: int
-    expert_dp_rank: int
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,8 @@ class MegatronParallel:
 
     def coordinates(self, rank: int) -> _RankCoordinates:
         pp_rank, in_stage = divmod(rank, self.tp * self.dp)
-        expert_dp_rank, in_copy = divmod(in_stage, self.expert_tp * self.ep)
-        return _RankCoordinates(
-            tp_rank=in_stage % self.tp,
-            dp_rank=in_stage // self.tp,
-            pp_rank=pp_rank,
-            etp_rank=in_copy % self.expert_tp,
-            ep_rank=in_copy // self.expert_tp,
-            expert_dp_rank=expert_dp_rank,
-        )
+        ep_rank, etp_rank = divmod(in_stage % (self.expert_tp * self.ep), self.expert_tp)
+        return _RankCoordinates(in_stage % self.tp, pp_rank, etp_rank, ep_rank)
 
     def check(self, spec: ModelSpec) -> None:
         spec.check_parallel(tp=self.tp, ep=self.ep, etp=self.etp)

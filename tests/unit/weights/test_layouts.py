@@ -155,9 +155,7 @@ def test_ranks_stand_where_megatron_puts_them(parallel: MegatronParallel) -> Non
     def coordinate(generator: RankGenerator, axis: str) -> dict[int, int]:
         return {rank: at for group in generator.get_ranks(axis) for at, rank in enumerate(group)}
 
-    expected = [coordinate(dense, axis) for axis in ("tp", "dp", "pp")] + [
-        coordinate(sparse, axis) for axis in ("tp", "ep", "dp")
-    ]
+    expected = [*(coordinate(dense, axis) for axis in ("tp", "pp")), *(coordinate(sparse, axis) for axis in ("tp", "ep"))]
     for rank in range(parallel.world_size):
         assert tuple(parallel.coordinates(rank)) == tuple(axis[rank] for axis in expected)
 
