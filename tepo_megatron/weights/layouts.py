@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -18,7 +18,6 @@ from tepo_megatron.weights.table import (
     SplitKind,
     lay_out,
     layer_mappings,
-    tensor_shapes,
 )
 
 _Stages = tuple[tuple[range, ...], ...]
@@ -113,15 +112,12 @@ def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | N
     return tuple(tuple(stage) for stage in stages)
 
 
-def megatron_layout(
-    spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> ShardLayout:
+def megatron_layout(spec: ModelSpec, parallel: MegatronParallel, rank: int) -> ShardLayout:
     """``rank`` is global. With several chunks, parameters of chunk v are named ``model<v>.``…."""
     coordinates, tp = parallel.coordinates(rank), parallel.tp
     dense, expert = (tp, coordinates.tp_rank), (parallel.expert_tp, coordinates.etp_rank)
     return lay_out(
         spec,
-        shapes=tensor_shapes(spec) if shapes is None else shapes,
         mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, coordinates)],
         split=lambda mapping: dense if mapping.expert is None else expert,
         head_blocks=lambda kind: _megatron_head_blocks(kind, spec, *dense),
@@ -131,14 +127,13 @@ def megatron_layout(
 
 def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
     parallel.check(spec)
-    shapes = tensor_shapes(spec)
     same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
     ranks: list[ShardLayout] = []
     for rank in range(parallel.world_size):
         coordinates = parallel.coordinates(rank)
         key = (coordinates.pp_rank, coordinates.tp_rank) + ((coordinates.ep_rank, coordinates.etp_rank) if spec.experts else ())
         if key not in same:
-            same[key] = megatron_layout(spec, parallel, rank, shapes=shapes)
+            same[key] = megatron_layout(spec, parallel, rank)
         ranks.append(same[key])
     return ranks
 
@@ -287,7 +282,6 @@ class VllmParallel:
 
 def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
     parallel.check(spec)
-    shapes = tensor_shapes(spec)
 
     def first_row(mapping: ParamMapping) -> int:
         rows = spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // parallel.tp
@@ -297,7 +291,6 @@ def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
         split = parallel.tp, tp_rank
         return lay_out(
             spec,
-            shapes=shapes,
             mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, parallel, pp_rank)],
             split=lambda _: split,
             head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),

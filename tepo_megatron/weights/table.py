@@ -179,7 +179,8 @@ def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(sizes[dimension] for dimension in mapping.shape)
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=64)
+def tensor_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
@@ -193,7 +194,6 @@ RowBlock = tuple[int, int, int]
 def lay_out(
     spec: ModelSpec,
     *,
-    shapes: Mapping[str, tuple[int, ...]],
     mappings: Sequence[tuple[ParamMapping, str]],
     split: Callable[[ParamMapping], tuple[int, int]],
     head_blocks: Callable[[SplitKind], Iterable[RowBlock]],
@@ -236,4 +236,4 @@ def lay_out(
             extent = tuple(map(max, extent, param_box.stop))
         # Several tensors may share a fused parameter.
         params[param] = tuple(map(max, extent, params.get(param, extent)))
-    return ShardLayout(shapes=shapes, shards=tuple(shards), params=params)
+    return ShardLayout(tensor_shapes(spec), tuple(shards), params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(spec, source, destination, local)
 
 
-def numbered_model(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def numbered_model(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The whole model in Hugging Face's tensors, no two elements with the same value, none zero."""
     ends = torch.tensor([math.prod(shape) for shape in shapes.values()]).cumsum(0).tolist()
     return {
