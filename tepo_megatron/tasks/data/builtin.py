@@ -7,7 +7,7 @@ from pathlib import Path
 from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.runtime.user_code import unknown
-from tepo_megatron.weights.storage.manifest import read_weight_map
+from tepo_megatron.weights.storage.manifest import model_files
 
 _BUILTIN = "builtin:"
 
@@ -54,18 +54,14 @@ def _faults(folder: Path) -> Iterator[str]:
 def _weight_faults(folder: Path) -> Iterator[str]:
     from safetensors import SafetensorError, safe_open
 
-    index = folder / "model.safetensors.index.json"
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            needed = sorted(set(read_weight_map(index).values()))
-        except ValueError as error:
-            yield f"its {index.name} is damaged ({error})"
-            return
-        if missing := [name for name in needed if name not in names]:
-            yield f"{len(missing)} of {len(needed)} weight files are missing ({', '.join(missing[:3])})"
-            return
-        names = needed
+    try:
+        names = model_files(folder)
+    except ValueError as error:
+        yield f"its model.safetensors.index.json is damaged ({error})"
+        return
+    if missing := [name for name in names if not (folder / name).exists()]:
+        yield f"{len(missing)} of {len(names)} weight files are missing ({', '.join(missing[:3])})"
+        return
     if not names:
         yield "it has no weights (*.safetensors)"
     for name in names:

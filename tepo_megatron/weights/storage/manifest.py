@@ -154,7 +154,7 @@ def _step_within(path: Path) -> int | None:
 def sampled_digest(folder: Path) -> str | None:
     """Covers every tensor's name, dtype and shape, and 4 KiB of 64, whatever files they are in; None without safetensors."""
     tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for path in _files(folder):
+    for path in (folder / name for name in model_files(folder)):
         header, start = _read_header(path)
         tensors |= {name: (path, start, entry) for name, entry in header.items() if name != "__metadata__"}
     if not tensors:
@@ -172,20 +172,16 @@ def sampled_digest(folder: Path) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _files(folder: Path) -> list[Path]:
+def model_files(folder: Path) -> dict[str, set[str] | None]:
+    """Returns each file's tensors, or None for all without an index. Raises ValueError for a damaged index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    return [folder / name for name in sorted(set(read_weight_map(index).values()))]
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Returns the name of each tensor's file. Raises ValueError for a damaged index."""
+        return dict.fromkeys(sorted(path.name for path in folder.glob("*.safetensors")))
     content = read_json(index.read_bytes(), str(index))
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
         raise ValueError(f"{index} names no files beside it as weight_map; export or download the model again")
-    return names
+    return {file: {name for name in names if names[name] == file} for file in sorted(set(names.values()))}
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

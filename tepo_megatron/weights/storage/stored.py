@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.storage.manifest import FileRecord, read_weight_map
+from tepo_megatron.weights.storage.manifest import FileRecord, model_files
 
 T = TypeVar("T")
 
@@ -86,8 +86,13 @@ class StoredWeights:
 
     @classmethod
     def _open_hugging_face(cls, folder: Path) -> StoredWeights:
-        boxes: dict[str, list[_StoredBox]] = {}
-        for name, members in _files(folder).items():
+        files, boxes = model_files(folder), dict[str, list[_StoredBox]]()
+        if not files:
+            raise ValueError(
+                f"{folder} has no *.safetensors; give a Hugging Face folder with its weights, one of 'tepo import', or a "
+                "checkpoint (step_XXXXXX)"
+            )
+        for name, members in files.items():
             path = folder / name
             with open_safetensors(path) as handle:
                 present = set(handle.keys())
@@ -147,20 +152,6 @@ def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> It
         yield f"misshapen: {name} is {max(box.stop for box in boxes)}, config.json makes it {shape}"
     elif held != math.prod(shape):
         yield f"incomplete: {name}, of which {held} of {math.prod(shape)} elements are there"
-
-
-def _files(folder: Path) -> dict[str, set[str] | None]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not names:
-            raise ValueError(
-                f"{folder} has no *.safetensors; give a Hugging Face folder with its weights, one of 'tepo import', or a "
-                "checkpoint (step_XXXXXX)"
-            )
-        return dict.fromkeys(names)
-    weight_map = read_weight_map(index)
-    return {name: {tensor for tensor, file in weight_map.items() if file == name} for name in sorted(set(weight_map.values()))}
 
 
 def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> _StoredBox:
