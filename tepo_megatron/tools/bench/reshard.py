@@ -103,7 +103,7 @@ class _Rank:
             else:
                 param.fill_(1.0)
         plan = self.plan
-        limit = move.message_bytes(plan, TRANSPORT.staging_bytes)
+        limit, _ = move.message_limits(plan, TRANSPORT)
         self._queues = move.queues(move.move_ends(plan, rank), itemsize=self._dtype.itemsize, limit=limit)
         world = list(range(plan.num_sources + plan.num_destinations))
         pairs = _group(world, rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -85,9 +85,8 @@ def numel_of(message: _WireMessage) -> int:
     return sum(segment.numel for segment in message)
 
 
-def message_sizes(queue: Iterable[_WireMessage], itemsize: int) -> tuple[int, ...]:
+def message_sizes(messages: Sequence[_WireMessage], itemsize: int) -> tuple[int, ...]:
     """The last size is the digests'."""
-    messages = list(queue)
     names = {segment.end.name for message in messages for segment in message}
     return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
 
@@ -104,16 +103,18 @@ def move_ends(plan: ReshardPlan, rank: int) -> list[MoveEnd]:
     return ends
 
 
-def message_bytes(plan: ReshardPlan, staging_bytes: int) -> int:
+def message_limits(plan: ReshardPlan, transport: TransportSpec) -> tuple[int, int]:
+    """Returns ``limit`` and ``alone`` for ``queues``."""
     pairs = {(move.source, move.destination) for move in plan.moves}
     peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
-    return max(SINGLE_SEGMENT_BYTES, min(_LARGEST_MESSAGE, staging_bytes // (WINDOW * max(peers.values(), default=1))))
+    staging_bytes = transport.staging_bytes // (WINDOW * max(peers.values(), default=1))
+    limit = max(SINGLE_SEGMENT_BYTES, min(_LARGEST_MESSAGE, staging_bytes))
+    return limit, limit if transport.fills else SINGLE_SEGMENT_BYTES
 
 
 def count_messages(plan: ReshardPlan, rank: int, itemsize: int, transport: TransportSpec) -> tuple[int, int]:
     """Returns the messages of a rank's update, without digests, and the rounds that they take."""
-    limit = message_bytes(plan, transport.staging_bytes)
-    alone = limit if transport.fills else SINGLE_SEGMENT_BYTES
+    limit, alone = message_limits(plan, transport)
     lengths = [len(queue) for queue in queues(move_ends(plan, rank), itemsize=itemsize, limit=limit, alone=alone).values()]
     return sum(lengths), max(lengths, default=0)
 

@@ -16,7 +16,7 @@ from tepo_megatron.weights.transfer.move import (
     SINGLE_SEGMENT_BYTES,
     MoveEnd,
     Queues,
-    message_bytes,
+    message_limits,
     message_sizes,
     move_ends,
     queues,
@@ -62,9 +62,7 @@ class ShardSender:
         self._plan, self._params, self._rank, self._timeout_s = plan, params, rank, timeout_s
         self._broadcast_from_root = broadcast_from_root
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
-        spec = find_transport(transport)
-        self._limit = message_bytes(plan, spec.staging_bytes)
-        self._alone = self._limit if spec.fills else SINGLE_SEGMENT_BYTES
+        self._limit, self._alone = message_limits(plan, find_transport(transport))
         sizes = {"itemsize": self._wire.itemsize, "limit": self._limit, "alone": self._alone}
         self._outgoing = queues(move_ends(plan, rank), **sizes)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo

@@ -26,7 +26,7 @@ from tepo_megatron.weights.transfer.move import (
     Queues,
     changed_since,
     count_messages,
-    message_bytes,
+    message_limits,
     move_ends,
     numel_of,
     queues,
@@ -177,9 +177,8 @@ def test_a_worker_of_a_70b_model_gets_few_messages_on_gpus_and_all_fit_the_stagi
     plan = reshard_plan(resolve_spec("Llama-3.3-70B-Instruct")[0], MegatronParallel(8, 4, 2), VllmParallel(4, 1, 8))
     for name, messages, rounds in (("gloo", 15_500, 2_000), ("nccl", 1_100, 150), ("ipc", 1_100, 150)):
         transport = find_transport(name)
-        limit = message_bytes(plan, transport.staging_bytes)
+        limit, alone = message_limits(plan, transport)
         for rank in (0, plan.num_sources, plan.world_size - 1):
-            alone = limit if transport.fills else move.SINGLE_SEGMENT_BYTES
             found = queues(move_ends(plan, rank), itemsize=2, limit=limit, alone=alone).values()
             assert count_messages(plan, rank, 2, transport) == (sum(map(len, found)), max(map(len, found)))
             assert count_messages(plan, rank, 2, transport) <= (messages, rounds)
