@@ -13,7 +13,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.versions import installed_version
-from tepo_megatron.weights.architecture import TOKENIZER_FILES, generation_end_ids, read_model_spec, read_object
+from tepo_megatron.weights.architecture import TOKENIZER_FILES, end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
 
 _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
@@ -78,7 +78,7 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "architecture_digest": _digest(json.dumps(architecture, sort_keys=True).encode()),
         "tokenizer": _digest("".join(tokenizer).encode()),
         "chat_template": (model_dir / "chat_template.jinja").is_file() or "chat_template" in read_object(settings),
-        "end_tokens": sorted(set(generation_end_ids(model_dir))),
+        "end_tokens": sorted(set(end_ids(model_dir / "generation_config.json"))),
         "weights": sampled_digest(model_dir),
         "first_adapters": None if (lora := config.model.lora) is None or lora.path is None else sampled_digest(lora.path),
         "plugins": plugin_digests(config),

@@ -275,11 +275,6 @@ TOKENIZER_FILES = (
 )
 
 
-def generation_end_ids(folder: Path) -> list[int]:
-    """Nothing else of ``generation_config.json`` is used. Raises ValueError."""
-    return end_ids(folder / "generation_config.json")
-
-
 def end_ids(path: Path) -> list[int]:
     """Reads ``eos_token_id`` of a file. Raises ValueError unless it is an id, several, or missing."""
     ids = read_object(path).get("eos_token_id")

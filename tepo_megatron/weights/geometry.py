@@ -170,9 +170,6 @@ class ReshardPlan:
     def is_local(self, move: Move) -> bool:
         return self.local.get(move.destination) == move.source
 
-    def sends(self, source: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.source == source)
-
     def receives(self, destination: int) -> tuple[Move, ...]:
         return tuple(move for move in self.moves if move.destination == destination)
 

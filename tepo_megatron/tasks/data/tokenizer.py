@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.runtime.text import check_text
-from tepo_megatron.weights.architecture import end_ids, generation_end_ids, read_object
+from tepo_megatron.weights.architecture import end_ids, read_object
 
 UNKNOWN_TEXT = "\ufffd"  # visible: without it 9<unk>5 would read as the right answer
 
@@ -41,7 +41,7 @@ class Tokenizer(ABC):
 
     def __init__(self, folder: Path, *, size: int, special: Iterable[int], end: int | None, unknown: int | None) -> None:
         self._folder, self.vocab_size, self.unk_id = folder, size, unknown
-        ends = [*([] if end is None else [end]), *generation_end_ids(folder)]
+        ends = [*([] if end is None else [end]), *end_ids(folder / "generation_config.json")]
         self.eos_ids = tuple(dict.fromkeys(ends))
         if not self.eos_ids:
             raise ValueError(f"the tokenizer in {folder} has no end token; set eos_token in tokenizer_config.json")
