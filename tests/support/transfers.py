@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -61,7 +60,6 @@ class Mailbox:
     def __init__(self, rank: int, letters: Letters) -> None:
         self.rank, self.letters = rank, letters
         self.landing: dict[tuple[int, int], Tensor] = {}
-        self.largest = 0
         self.sizes: list[tuple[int, int]] = []
         """(peer, bytes) of everything sent."""
         self.corrupt = False
@@ -77,7 +75,6 @@ class Mailbox:
         return contextlib.nullcontext()
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        self.largest = max(self.largest, data.nbytes)
         self.sizes.append((peer, data.nbytes))
         letter = data.clone()
         if self.corrupt and data.nbytes > 1:
@@ -127,6 +124,7 @@ def carry_out(
     destinations: Sequence[Params],
     *,
     limit: int,
+    alone: int = move.SINGLE_SEGMENT_BYTES,
     boxes: Sequence[TransferGroup] | None = None,
 ) -> list[list[str]]:
     """All ranks as threads, which leave when they fail; returns what each destination reported complete, in order.
@@ -138,13 +136,13 @@ def carry_out(
     completed: list[list[str]] = [[] for _ in destinations]
 
     def give(rank: int) -> None:
-        outgoing = queues(move_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
+        outgoing = queues(move_ends(plan, rank), itemsize=wire.itemsize, limit=limit, alone=alone)
         move.send(boxes[rank], outgoing, sources[rank], wire)
         boxes[rank].finish()
 
     def take(rank: int) -> None:
         worker = plan.num_sources + rank
-        order = ReceiveOrder(move_ends(plan, worker), str(wire).removeprefix("torch."), limit)
+        order = ReceiveOrder(move_ends(plan, worker), str(wire).removeprefix("torch."), limit, alone=alone)
         order = ReceiveOrder.decode(order.encode())
         move.receive(boxes[worker], order.incoming, destinations[rank], order.wire, completed[rank].append)
 
@@ -167,7 +165,7 @@ def assert_all_arrives(
     case: Case,
     *,
     limit: int,
-    alone: int,
+    alone: int = move.SINGLE_SEGMENT_BYTES,
     boxes: Callable[[ReshardPlan], Sequence[TransferGroup]] = lambda plan: mailboxes(plan.world_size),
     updates: int = 1,
 ) -> list[list[str]]:
@@ -176,14 +174,12 @@ def assert_all_arrives(
     """
     plan, sources, expected = setting(case)
     completed: list[list[str]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
-        groups = boxes(plan)
-        for _ in range(updates):
-            found = [blank(params) for params in expected]
-            completed = carry_out(plan, sources, found, limit=limit, boxes=groups)
-            for wanted, got in zip(expected, found, strict=True):
-                assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    groups = boxes(plan)
+    for _ in range(updates):
+        found = [blank(params) for params in expected]
+        completed = carry_out(plan, sources, found, limit=limit, alone=alone, boxes=groups)
+        for wanted, got in zip(expected, found, strict=True):
+            assert all(torch.equal(wanted[name], got[name]) for name in wanted)
     return completed
 
 

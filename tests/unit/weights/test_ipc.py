@@ -79,25 +79,25 @@ def enter(box: Any, store: Any, member: Member, memory: Memory) -> TransferGroup
         return ipc.TRANSPORT.join(store, member, TIMEOUT_S)
 
 
-def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Member:
+def member_of(plan: ReshardPlan, rank: int, *, limit: int, alone: int = move.SINGLE_SEGMENT_BYTES, relayed: bool) -> Member:
     """As sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
     if rank < plan.num_sources:
-        outgoing = queues(move_ends(plan, rank), itemsize=8, limit=limit)
+        outgoing = queues(move_ends(plan, rank), itemsize=8, limit=limit, alone=alone)
         near = {plan.num_sources + to for to, source in plan.local.items() if source == rank}
         receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near & outgoing.keys()}
-        routes = source_routes(plan, rank, itemsize=8, limit=limit) if relayed else RelayRoutes()
+        routes = source_routes(plan, rank, itemsize=8, limit=limit, alone=alone) if relayed else RelayRoutes()
         return Member(rank, plan.world_size, CPU, HOST, same_gpu_receivers=receivers, routes=routes)
     local = plan.local.get(rank - plan.num_sources)
-    order = ReceiveOrder(move_ends(plan, rank), "float64", limit, near=local, relayed=relayed)
+    order = ReceiveOrder(move_ends(plan, rank), "float64", limit, alone=alone, near=local, relayed=relayed)
     return Member(rank, plan.world_size, CPU, HOST, writers=ReceiveOrder.decode(order.encode()).writers)
 
 
 def members(
-    plan: ReshardPlan, boxes: list[Mailbox], memory: Memory | None = None, *, limit: int, relayed: bool = False
+    plan: ReshardPlan, boxes: list[Mailbox], memory: Memory | None = None, *, relayed: bool = False, **sizes: int
 ) -> list[TransferGroup]:
     store = HashStore()
     memory = memory or Memory()
-    return [enter(box, store, member_of(plan, rank, limit=limit, relayed=relayed), memory) for rank, box in enumerate(boxes)]
+    return [enter(box, store, member_of(plan, rank, **sizes, relayed=relayed), memory) for rank, box in enumerate(boxes)]
 
 
 @settings(max_examples=20, deadline=None)
@@ -110,7 +110,7 @@ def test_all_arrives_by_slots_and_what_goes_to_another_gpu_through_the_rank_ther
     """
     plan = setting(case)[0]
     boxes = mailboxes(plan.world_size)
-    groups = partial(members, boxes=boxes, limit=limit, relayed=relayed)
+    groups = partial(members, boxes=boxes, limit=limit, alone=alone, relayed=relayed)
     assert_all_arrives(case, limit=limit, alone=alone, boxes=groups, updates=updates)
     near = {(source, plan.num_sources + to) for to, source in plan.local.items()}
     if relayed:
@@ -141,7 +141,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
     with ThreadPoolExecutor(4) as pool:
         with standing_in(GlooGroup, Memory()):
             groups = list(pool.map(meeting(), members))
-        assert_all_arrives(CROSSED, limit=limit, alone=move.SINGLE_SEGMENT_BYTES, boxes=lambda _: groups)
+        assert_all_arrives(CROSSED, limit=limit, boxes=lambda _: groups)
 
         def take_part(rank: int) -> None:
             messages = queues(move_ends(plan, rank), itemsize=8, limit=limit)
