@@ -19,14 +19,13 @@ _JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
 @dataclass(frozen=True)
 class Role:
-    """``script`` runs once per node; ``arguments`` are its shell words."""
+    """``script`` runs once per node; its first argument is the first node's address."""
 
     name: str
     first_node: int
     nodes: int
     script: str
     container: str | None
-    arguments: tuple[str, ...] = ()
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
@@ -76,19 +75,15 @@ class Job:
     @property
     def roles(self) -> list[Role]:
         """The trainer's nodes come first."""
-        cluster, head_node = self.config.cluster, ("$head_node_ip",)
+        cluster = self.config.cluster
         trainers = cluster.train_nodes + cluster.spare_nodes
-        train = Role("train", 0, trainers, self._train_script(), cluster.container, head_node)
+        train = Role("train", 0, trainers, self._train_script(), cluster.container)
         if not cluster.rollout_nodes:
             return [train]
         python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
-        values: dict[str, str | int] = {
-            "nodes": cluster.rollout_nodes,
-            "grace": math.ceil(self.config.train.grace_s),
-            "ended": self._ended,
-        }
-        values["workers"] = self.config.rollout.server.tp * self.config.rollout.server.count // cluster.rollout_nodes
-        script = self._fill("serve.sh", python=python, **values)
+        workers = self.config.rollout.server.tp * self.config.rollout.server.count // cluster.rollout_nodes
+        grace = math.ceil(self.config.train.grace_s)
+        script = self._fill("serve.sh", python=python, nodes=cluster.rollout_nodes, grace=grace, workers=workers)
         return [train, Role("serve", trainers, cluster.rollout_nodes, script, container)]
 
     @property
@@ -149,24 +144,20 @@ class Job:
         text = text.replace("@roles@", " ".join(f"{role.name}:{role.first_node}" for role in self.roles))
         return text.replace("@files@", placed)
 
-    @property
-    def _ended(self) -> str:
-        """The file in which the trainer leaves its exit code; "closed" ends servers."""
-        return "trainer-ended" if self.config.cluster.executor == "slurm" else "closed"
-
     def _train_script(self) -> str:
         cluster = self.config.cluster
         ranks = self.config.engine.parallel.world_size // cluster.train_nodes
-        values: dict[str, str | int] = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "ranks": ranks}
-        values |= {"spares": cluster.spare_nodes, "restarts": self.config.train.max_restarts}
-        values["ended"] = self._ended
+        values = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "spares": cluster.spare_nodes}
+        values |= {"ranks": ranks, "restarts": self.config.train.max_restarts}
         text = self._fill("train.sh", python=cluster.python, **values)
         return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
 
     def _fill(self, template: str, **values: str | int) -> str:
         templates = Path(__file__).parent / "templates"
         text = (templates / template).read_text().replace("@processors@\n", (templates / "processors.sh").read_text())
-        replacements = {"output": str(self.config.output), "interface": self.config.rollout.server.interface or "", **values}
-        for name, value in replacements.items():
+        # the file in which the trainer leaves its exit code; "closed" also ends servers
+        end_file = "trainer-ended" if self.config.cluster.executor == "slurm" else "closed"
+        common = {"output": self.config.output, "interface": self.config.rollout.server.interface or "", "ended": end_file}
+        for name, value in {**common, **values}.items():
             text = text.replace(f"@{name}@", shlex.quote(str(value)))
         return text.replace("@setup@\n", "".join(f"{line}\n" for line in self.config.cluster.setup))

@@ -73,7 +73,7 @@ def _experiment(config: RunConfig, folder: Path) -> Iterator[Any]:
     every, launch = Job(config).roles, config.output / "launch"
     with nemo_run.Experiment(TITLE, base_dir=str(folder), **QUIET) as experiment:
         experiment.add(
-            [nemo_run.Script(path=str(launch / f"{role.name}.sh"), args=list(role.arguments)) for role in every],
+            [nemo_run.Script(path=str(launch / f"{role.name}.sh"), args=["$head_node_ip"]) for role in every],
             executor=[_executor(config, role) for role in every],
             name="job",
         )
