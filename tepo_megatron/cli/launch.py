@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.cluster import ExecutorName
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch import nemo
-from tepo_megatron.launch.executors import new_job, run_here, submit, write_scripts
+from tepo_megatron.launch.executors import run_here, submit, write_scripts
 from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
 from tepo_megatron.plan import check_plan, make_plan
@@ -54,7 +55,7 @@ def _run(
                 echo(line)
             echo("")
         check_plan(plan)
-        job = new_job()
+        job = secrets.token_hex(5)
         texts, code = write_scripts(config, job) if config.cluster.executor != "slurm" else nemo.write_scripts(config), 0
         if dry_run and as_json:
             print_json({"plan": json.loads(plan_json(plan)), "scripts": texts})

@@ -7,7 +7,6 @@ decides its role.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -43,10 +42,6 @@ QUIET: dict[str, Any] = {
     "skip_status_at_exit": True,
     "serialize_metadata_for_scripts": False,
 }
-
-
-def new_job() -> str:
-    return secrets.token_hex(5)
 
 
 def write_scripts(config: RunConfig, job: str) -> dict[str, str]:
