@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +14,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.launch import executors
 from tepo_megatron.launch.executors import _arguments, check_machine, check_paths, write_scripts
 from tepo_megatron.launch.job import Job, on_nodes
-from tests.support.shell import write_script
+from tests.support.shell import bash, write_script
 
 JOB = "0123456789"
 IMAGE = "cluster.container=registry/tepo:1"
@@ -46,13 +44,7 @@ def config_of(name: str, *overrides: str) -> RunConfig:
 
 def started(script: str, *arguments: str, **environment: str) -> list[str]:
     """What a python that only prints is started with: its arguments, and what of the environment concerns ranks."""
-    done = subprocess.run(
-        ["bash", "-c", script, "job.sh", *arguments],
-        env={"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = bash(script, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if not line.startswith(("PATH=", "SLURM_"))]
 
@@ -86,8 +78,7 @@ def test_all_nodes_of_a_job_end_with_the_trainers_exit_code(tmp_path: Path) -> N
     python = write_script(tmp_path / "python", "case $2 in *.torchrun) exit 75 ;; esac")
     script = write_scripts(config_of("local", f"output={tmp_path}", f"cluster.python={python}"), JOB)["job.sh"]
     for node in ("0", "1"):
-        done = subprocess.run(["bash", "-c", script, "job.sh", node], env={"PATH": "/usr/bin:/bin"}, check=False)
-        assert done.returncode == 75
+        assert bash(script, node).returncode == 75
     assert (tmp_path / "servers" / f"{JOB}.0" / "closed").read_text() == "75\n"
 
 
@@ -118,10 +109,6 @@ def test_paths_that_are_in_no_mount_are_refused(mounts: list[str], message: str)
         check_paths(config)
 
 
-def _fails(*_: Any) -> Any:
-    raise OSError("nothing\nthere")
-
-
 @pytest.mark.parametrize(
     ("name", "has", "message"),
     [
@@ -143,7 +130,8 @@ def test_what_an_executor_lacks_is_one_sentence(
     monkeypatch.delenv("DGXCLOUD_CLIENT_SECRET", raising=False)
     monkeypatch.setattr(executors, "find_spec", lambda package: find_spec("sys") if package in has else None)
     monkeypatch.setattr("shutil.which", lambda program: program if program in has else None)
-    logins = {login: (what, remedy, _fails) for login, (what, remedy, _) in executors._LOGINS.items()}
+    fails = Mock(side_effect=OSError("nothing\nthere"))
+    logins = {login: (what, remedy, fails) for login, (what, remedy, _) in executors._LOGINS.items()}
     monkeypatch.setattr(executors, "_LOGINS", logins)
     with pytest.raises(ValueError, match=f"^cluster.executor = {name} {message}") as caught:
         check_machine(config_of(name))
@@ -151,14 +139,8 @@ def test_what_an_executor_lacks_is_one_sentence(
 
 
 def test_a_job_of_another_machine_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    nemo_run: Any = ModuleType("nemo_run")
-    nemo_run.Experiment = ModuleType("Experiment")
-    nemo_run.Experiment.from_id = _unknown
-    monkeypatch.setitem(sys.modules, "nemo_run", nemo_run)
+    unknown = Mock(side_effect=AssertionError("Experiment not found"))
+    monkeypatch.setitem(sys.modules, "nemo_run", Mock(Experiment=Mock(from_id=unknown)))
     for ask in (executors.status, executors.cancel):
         with pytest.raises(ValueError, match=f"job {JOB} was submitted by another user or machine; ask there"):
             ask(JOB)
-
-
-def _unknown(_: str) -> None:
-    raise AssertionError("Experiment not found")

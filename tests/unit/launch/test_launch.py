@@ -21,7 +21,7 @@ from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S, run_python
-from tests.support.shell import write_script
+from tests.support.shell import bash, write_script
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ["engine.platform=cpu", "engine.parallel.tp=2", "cluster.gpus_per_node=2", "cluster.rollout_nodes=1"]
@@ -45,13 +45,6 @@ class Shell:
 
     def put(self, source: str, target: str) -> None:
         Path(target).write_bytes(Path(source).read_bytes())
-
-
-def bash(script: str, *arguments: str, folder: str = "/bin", **environment: str) -> subprocess.CompletedProcess[str]:
-    """``folder`` has programs in place of the real ones."""
-    path = f"{folder}:/usr/bin:/bin"
-    command = ["bash", "-c", script, "script.sh", *arguments]
-    return subprocess.run(command, env={"PATH": path, **environment}, capture_output=True, text=True, check=False)
 
 
 def run_train_script(folder: Path, *overrides: str, **environment: str) -> list[str]:
