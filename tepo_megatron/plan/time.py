@@ -157,11 +157,10 @@ class SyncTraffic:
         server = config.rollout.server
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
         plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
-        (link,) = Links().summarize(plan, _server_bytes(config)).links  # no worker is on a trainer's node there
-        seconds = max(link.busiest_sender, link.busiest_receiver) / _link_rate(
-            config.cluster, across=config.cluster.rollout_nodes > 0
-        )
-        return cls(len(plan.moves), link.total, link.busiest_sender, link.busiest_receiver, seconds)
+        sent, received = _ends(plan.bytes_between(_server_bytes(config)))
+        sent_most, received_most = max(sent.values()), max(received.values())
+        rate = _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
+        return cls(len(plan.moves), sent.total(), sent_most, received_most, max(sent_most, received_most) / rate)
 
 
 def _server_bytes(config: RunConfig) -> int:
