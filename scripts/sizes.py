@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_668,
-    "tests, lines": 43_510,
-    "docs and docstrings, words": 109_554,
-    "public classes and functions": 882,
+    "package, lines": 52_599,
+    "tests, lines": 43_480,
+    "docs and docstrings, words": 109_535,
+    "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
