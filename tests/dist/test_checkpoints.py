@@ -22,7 +22,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
 from tepo_megatron.trainer.megatron.policy import checkpoints
 from tepo_megatron.weights.storage import stored
-from tepo_megatron.weights.storage.manifest import CheckpointManifest, FileRecord
+from tepo_megatron.weights.storage.manifest import CheckpointManifest
 from tests.support.checkpoints import flip_bit, shards
 from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist, run_world
@@ -184,18 +184,18 @@ def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path
 
 def saved_and_killed(_rank: int, _world: int, folder: Path) -> None:
     """Saves step 1 in the background, and makes an update meanwhile; then begins to save step 2, and is killed."""
-    write_file, writes, may_write, now = stored._write_file, threading.Event(), threading.Event(), [0.0]
+    write_all, writes, may_write, now = stored._write_all, threading.Event(), threading.Event(), [0.0]
 
-    def write_late(*arguments: Any) -> FileRecord:
+    def write_late(handle: int, data: memoryview) -> None:
         writes.set()
         may_write.wait()
-        return write_file(*arguments)
+        write_all(handle, data)
 
     engine = make_engine({"engine": {"parallel": {"dp": 2}}, "optimizer": {"distributed": True, "lr": 1e-3}})
     batch = engine.score(engine.batch_from_root(draw_rollouts([5, 9, 7, 12]) if engine.ranks.rank == 0 else None))
     before = engine.weights.version(1).digest
     checkpoints.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment, attr-defined]
-    stored._write_file = write_late  # type: ignore[assignment]
+    stored._write_all = write_late
     engine.checkpoints.begin(folder, step=1, state={}, background=True)
     writes.wait()
     engine.update(batch)

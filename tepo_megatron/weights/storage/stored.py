@@ -237,12 +237,17 @@ def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata
     # Not by safetensors' writer: the digest is of memory, so that it reveals a wrong write, and a full disk is an OSError.
     header = safetensors_header({key: (DTYPE_NAMES[tensor.dtype], tensor.shape) for key, tensor in tensors.items()}, metadata)
     digest = hashlib.sha256(header)
-    with (folder / name).open("wb") as file:
-        file.write(header)
+    with (folder / name).open("wb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
         for tensor in tensors.values():
             data = tensor.view(-1).view(torch.uint8).numpy().data
             digest.update(data)
-            file.write(data)
-        file.flush()
+            _write_all(file.fileno(), data)
         os.fsync(file.fileno())
         return FileRecord(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    """``os.write`` writes at most 2 GiB at once."""
+    while data:
+        data = data[os.write(handle, data) :]

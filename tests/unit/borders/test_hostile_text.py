@@ -161,6 +161,7 @@ ELSEWHERE = {
     "tasks/reward/run_tests.py: os.write(replies, f'{key} {what}\\n'.encode())",
     "tools/faults/episode_borders.py: os.write(file, answer)",
     "tools/faults/processes.py: os.write(self._end, keys.encode())",
+    "weights/storage/stored.py: os.write(handle, data)",
 }
 """They print escapes of their own, or to no terminal."""
 
