@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 
 from scripts.studies.options import study_parser
 from tepo_megatron.config.load import load_run
-from tepo_megatron.config.objective.choices import Clip
+from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.tools.results import Report, Table
 
@@ -27,12 +27,13 @@ def _main() -> None:
     rows, record = [], dict[str, dict[str, list[float]]]()
     for folder in args.runs:
         region = load_run(folder / "resolved.yaml").objective.trust_region
-        assert isinstance(region, Clip), "these runs have no range"
         steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] >= _FIRST]
+        if not (isinstance(region, Clip) and region.is_auto and steps):
+            parser.error(f"{folder} has no step {_FIRST} of a run with trust_region.low or high: auto; train one")
         record[folder.name] = {name: [row[name] for row in steps] for name in _SHARES}
         whole, *quarters = (fmean(values) for values in record[folder.name].values())
         spread = pstdev(record[folder.name][_SHARES[0]])
-        cells = (f"{region.share or 0.1:g}", f"{whole:.3f} ± {spread:.3f}", *(f"{share:.3f}" for share in quarters))
+        cells = (f"{region.share or CLIPPED_SHARE:g}", f"{whole:.3f} ± {spread:.3f}", *(f"{share:.3f}" for share in quarters))
         rows.append((folder.name, str(len(steps)), *cells))
     head = ("task", "steps", "wanted", "clipped, mean ± deviation of a step", "shortest quarter", "second", "third", "longest")
     Report("clip-share", record, [Table(head, rows)], f"steps from {_FIRST} on").show(args.output)
