@@ -351,6 +351,7 @@ def test_flops_and_activations_are_those_of_the_chosen_experts() -> None:
             ("dp=1", "tp=2", "sequence_parallel=true", "ep=2"),
             r"ep × etp = 2 × 2 does not divide the 2 ranks of a pipeline stage",
         ),
+        (("dp=3", "ep=3"), r"ep = 3 does not divide the model's 8 experts"),
         (
             ("dp=4", "tp=2", "sequence_parallel=true", "etp=1"),
             r"etp = 1 differs from tp = 2, which Megatron trains right only with ep > 1",

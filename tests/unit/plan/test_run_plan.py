@@ -248,7 +248,9 @@ def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> Non
 @pytest.mark.parametrize(
     ("path", "override", "sentence"),
     [
+        (LLAMA, "engine.parallel.vpp=3", r"3 chunks do not divide a pipeline stage of 20 layers"),
         (LLAMA, "engine.parallel.num_layers_in_last_pipeline_stage=18", r"80 layers do not split over 4 pipeline stages"),
+        (LLAMA, "engine.parallel.etp=8", r"engine.parallel.etp = 8 is for models with experts"),
         (LLAMA, "rollout.server.max_model_len=4096", r"max_model_len = 4096 is less than .* 1024 \+ 4096; raise it to 5120"),
         (LONG, "rollout.sampling.max_new_tokens=131072", r"together = 132096 tokens are more than the 131072 positions"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ with stopped_together(lambda: print("stopping", flush=True)):
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     with Terminal(tmp_path) as shell:
         (tmp_path / "job.py").write_text(JOB)
-        shell.press(f"{sys.executable} job.py\n")
+        shell.press(shlex.join([sys.executable, "job.py"]) + "\n")
         shell.wait_for("started", TIMEOUT_S)
         yield shell
 
@@ -151,7 +152,7 @@ def test_work_is_done_when_its_terminal_goes_away(tmp_path: Path) -> None:
     with Terminal(tmp_path) as terminal:
         (tmp_path / "work.py").write_text(WORK)
         terminal.press("trap '' HUP\n")  # nohup would take the terminal away at once
-        terminal.press(f"{sys.executable} work.py {tmp_path} gone\n")
+        terminal.press(shlex.join([sys.executable, "work.py", str(tmp_path), "gone"]) + "\n")
         terminal.wait_for("started", TIMEOUT_S)
         terminal.hang_up()
         (tmp_path / "gone").touch()

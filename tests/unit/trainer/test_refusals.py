@@ -351,6 +351,8 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
         ({"pp": 3}, r"engine.parallel does not fit the model with pp = 3: 8 layers do not split over 3 pipeline stages"),
         ({"pp": 2, "vpp": 3}, r"pp = 2, vpp = 3: 3 chunks do not divide a pipeline stage of 4 layers"),
         ({"pp": 2, FIRST: 3, LAST: 4}, rf"pp = 2, {FIRST} = 3, {LAST} = 4: 8 layers do not split over 2"),
+        ({"pp": 4, FIRST: 1}, rf"pp = 4, {FIRST} = 1: 8 layers do not split over 4 pipeline stages with 1 in the first"),
+        ({"pp": 2, "vpp": 2, FIRST: 2, LAST: 4}, r"8 layers do not split"),
     ],
 )
 def test_stages_that_do_not_fit_the_layers_are_refused(changes: dict[str, int], message: str) -> None:
