@@ -62,17 +62,20 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Task:
+    """``every``: steps from one evaluation to the next, of greedy and of sampled answers."""
+
     run: str
     tokens: float
     heldout: str
     filter: str | None = None
     steps: int = 60
+    every: tuple[int, int] = (2, 30)
 
 
 TASKS = {
-    "tiny": Task("../../tiny/run.yaml", SUM_TOKENS, "builtin:addition-heldout", "split.py:is_trained", 40),
+    "tiny": Task("../../tiny/run.yaml", SUM_TOKENS, "builtin:addition-heldout", "split.py:is_trained", 40, (2, 20)),
     "stack_machine": Task("../../stack_machine/run.yaml", 8.0, "builtin:stack-machine-heldout"),
-    "long_arithmetic": Task("../../long_arithmetic/run.yaml", LONG_TOKENS, LONG_HELDOUT),
+    "long_arithmetic": Task("../../long_arithmetic/run.yaml", LONG_TOKENS, LONG_HELDOUT, None, 40, (4, 40)),
 }
 TUNING_SEEDS, FRESH_SEEDS = (5, 6), tuple(range(10, 18))
 SAMPLE_AHEAD = ("train.schedule=overlap", "objective.mismatch={kind: truncate}", "rollout.server.cpu_threads=auto")
@@ -162,8 +165,10 @@ VALIDATED = "eval/validation/greedy"
 
 
 def _test(task: Task) -> tuple[str, ...]:
-    sampled = f"{{path: {task.heldout}, greedy: false, samples: 16, k: [1, 4, 16], majority: none, every: {task.steps // 2}}}"
-    return f"data.heldout={task.heldout}", "evaluate.every=2", "evaluate.samples=0", f"evaluate.sets={{sampled: {sampled}}}"
+    greedy, every = task.every
+    sampled = f"{{path: {task.heldout}, greedy: false, samples: 16, k: [1, 4, 16], majority: none, every: {every}}}"
+    heldout = (f"data.heldout={task.heldout}", f"evaluate.every={greedy}")
+    return *heldout, "evaluate.samples=0", f"evaluate.sets={{sampled: {sampled}}}"
 
 
 def sweep(
