@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_604,
     "tests, lines": 43_487,
-    "docs and docstrings, words": 109_718,
+    "docs and docstrings, words": 109_844,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,
