@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_604,
-    "tests, lines": 43_487,
-    "docs and docstrings, words": 109_844,
+    "package, lines": 52_616,
+    "tests, lines": 43_506,
+    "docs and docstrings, words": 109_876,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -35,8 +35,8 @@ class StepContext:
     entropy_coefficient: float
     """0 without a bonus."""
     mechanisms: Mechanisms
-    length_quartiles: Tensor
-    """[3], of the responses' lengths."""
+    pushed_lengths: Tensor
+    """Of the sequences with an advantage, shortest first."""
     clip_range: tuple[float, float] | None = None
     """(low, high) that the last step measured for ``auto`` bounds."""
 
@@ -196,7 +196,9 @@ class Objective:
         lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
         denominator = _step_denominator(self.config.aggregation, lengths_S)
         logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
-        advantage_R = token_advantages(self.config.advantage, batch)[mask_T]
+        advantage_T = token_advantages(self.config.advantage, batch)
+        pushed_S = sequence_sum(((advantage_T != 0) & mask_T).long(), index_T, batch.num_sequences)
+        advantage_R = advantage_T[mask_T]
         logprob_mean, advantage_mean = _exact_mean(logprob_R), _exact_mean(advantage_R)
         step = StepValues(
             old_logprob_R=logprob_R,
@@ -215,7 +217,7 @@ class Objective:
             effective_samples=_effective_sample_share(step.mismatch_R),
             entropy_coefficient=_entropy_coefficient(self.config.entropy, old_entropy),
             mechanisms=Mechanisms.prepare(self.config, step),
-            length_quartiles=lengths_S[lengths_S > 0].double().quantile(lengths_S.new_tensor([0.25, 0.5, 0.75]).double()),
+            pushed_lengths=lengths_S[pushed_S > 0].sort().values,
             clip_range=clip_range,
         )
 
@@ -361,6 +363,16 @@ def _measure_teacher(scores: TokenScores, batch: Batch, values: TokenValues) -> 
     return metrics
 
 
+def _quarters(lengths_S: Tensor, sorted_N: Tensor) -> Tensor:
+    """Returns [4, S]: how much of a sequence is in each quarter of N. Those of one length are divided evenly."""
+    first_S, last_S = (
+        torch.searchsorted(sorted_N, lengths_S, right=right).double() * 4 / max(sorted_N.numel(), 1) for right in (False, True)
+    )
+    start_Q1 = torch.arange(4, device=lengths_S.device)[:, None]
+    inside_QS = (torch.minimum(last_S, start_Q1 + 1) - torch.maximum(first_S, start_Q1)).clamp(min=0)
+    return inside_QS / (last_S - first_S).clamp(min=1e-9)
+
+
 @torch.no_grad()
 def _measure_clip(
     config: ObjectiveConfig, context: StepContext, values: TokenValues, gain: Surrogate
@@ -372,14 +384,14 @@ def _measure_clip(
     if gain.clipped_low_T is not None and gain.clipped_high_T is not None:
         clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
         pushed_T = mask_T & (values.advantage_T != 0)
-        quarter_T = torch.bucketize(lengths_S.double(), context.length_quartiles)[index_T]
+        quarters_QT = _quarters(lengths_S, context.pushed_lengths)[:, index_T]
 
-        def share(where_T: Tensor) -> tuple[Tensor, Tensor]:
-            return (clipped_T & where_T).sum().double(), where_T.sum().double()
+        def share(weight_T: Tensor) -> tuple[Tensor, Tensor]:
+            return (weight_T * (clipped_T & pushed_T)).sum(), (weight_T * pushed_T).sum()
 
-        quarters = [share(pushed_T & (quarter_T == number)) for number in range(4)]
+        quarters = [share(weight_T) for weight_T in quarters_QT]
         metrics |= {
-            "clip/share": share(pushed_T),
+            "clip/share": share(torch.ones_like(quarters_QT[0])),
             "clip/share_q1": quarters[0],
             "clip/share_q2": quarters[1],
             "clip/share_q3": quarters[2],

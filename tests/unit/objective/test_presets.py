@@ -268,9 +268,28 @@ def test_hand_computed_metrics():
         "ratio/sigma": (math.log(1.1 * 1.3) ** 2 + math.log(0.7) ** 2) / 3,  # of two tokens and of one
     }
     quarters = [mean.pop(f"clip/share_q{number}") for number in (1, 2, 3, 4)]
-    assert quarters == pytest.approx([1.0, math.nan, math.nan, 0.5], nan_ok=True)
+    assert quarters == pytest.approx([1.0, 1.0, 0.5, 0.5])
     assert mean == pytest.approx(expected, abs=1e-12)
     assert {name: value.item() for name, value in output.extrema.items()} == pytest.approx({"ratio/min": 0.7, "ratio/max": 1.3})
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([-1.0, 0.0, 1.0])), min_size=1, max_size=9), st.integers(0, 99))
+def test_quarters_of_the_length_have_equally_many_responses(responses, seed):
+    """As of a list with four copies of each, where the values of those of one length are mixed."""
+    lengths, advantages = zip(*responses, strict=True)
+    draw = torch.Generator().manual_seed(seed)
+    old, new = (torch.randn(sum(lengths), generator=draw, dtype=torch.float64) for _ in range(2))
+    batch, scores = plain_step(lengths, advantages, new, old)
+    output = Step(batch, scores).output(build_objective(ObjectiveConfig(preset="grpo")))
+    pushed = sorted(length for length, advantage in responses if advantage)
+    clipped = dict.fromkeys(pushed, 0)
+    for length, advantage, move in zip(lengths, advantages, (new - old).exp().sub(1).split(lengths), strict=True):
+        clipped[length] = clipped.get(length, 0) + int((move * advantage > 0.2).sum())
+    copies = [length for length in pushed for _ in range(4)]
+    for quarter in range(4):
+        inside = copies[quarter * len(pushed) : (quarter + 1) * len(pushed)]
+        expected = [sum(clipped[length] / pushed.count(length) for length in inside) / 4, sum(inside) / 4]
+        assert torch.stack(output.metrics[f"clip/share_q{quarter + 1}"]).tolist() == pytest.approx(expected)
 
 
 def not_at_a_bound(dense, *bounds):
