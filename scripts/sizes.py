@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_616,
     "tests, lines": 43_506,
-    "docs and docstrings, words": 110_114,
+    "docs and docstrings, words": 109_998,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -97,13 +97,14 @@ def verdicts(sweeps: Sweeps) -> str:
 
 
 def state(sweeps: Sweeps) -> str:
-    rows = []
+    rows, runs_on = [], Counter[str]()
     for name, evidence in sweeps.items():
         total = len(evidence.keys) * len(evidence.sweep.seeds)
         when = f"{min(evidence.dates.values())} to {max(evidence.dates.values())}" if evidence.dates else "–"
-        machines = "; ".join(f"{machine} ({runs})" for machine, runs in Counter(evidence.machines.values()).most_common())
-        rows.append([f"`{name}.yaml`", f"{total - missing(evidence)} of {total}", when, machines or "–"])
-    return markdown(["sweep", "runs", "ended", "machines"], rows)
+        rows.append([f"`{name}.yaml`", f"{total - missing(evidence)} of {total}", when])
+        runs_on.update(evidence.machines.values())
+    machines = "; ".join(f"{machine} ({runs} runs)" for machine, runs in runs_on.most_common())
+    return markdown(["sweep", "runs", "ended"], rows) + f"\n{machines}\n"
 
 
 def page_text(root: Path) -> str:
