@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_616,
+    "package, lines": 52_615,
     "tests, lines": 43_506,
     "docs and docstrings, words": 109_998,
     "public classes and functions": 880,

@@ -165,10 +165,14 @@ VALIDATED = "eval/validation/greedy"
 
 
 def _test(task: Task) -> tuple[str, ...]:
-    greedy, every = task.every
-    sampled = f"{{path: {task.heldout}, greedy: false, samples: 16, k: [1, 4, 16], majority: none, every: {every}}}"
-    heldout = (f"data.heldout={task.heldout}", f"evaluate.every={greedy}")
-    return *heldout, "evaluate.samples=0", f"evaluate.sets={{sampled: {sampled}}}"
+    greedy, sampled = task.every
+    answers = f"{{path: {task.heldout}, greedy: false, samples: 16, k: [1, 4, 16], majority: none, every: {sampled}}}"
+    return (
+        f"data.heldout={task.heldout}",
+        f"evaluate.every={greedy}",
+        "evaluate.samples=0",
+        f"evaluate.sets={{sampled: {answers}}}",
+    )
 
 
 def sweep(

@@ -382,16 +382,15 @@ def _measure_clip(
     square_S = sequence_sum(values.delta_T, index_T, lengths_S.numel()) ** 2 / lengths_S.clamp(min=1)
     metrics = {"ratio/sigma": ((square_S * lengths_S).sum(), lengths_S.sum())}
     if gain.clipped_low_T is not None and gain.clipped_high_T is not None:
-        clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
+        clipped_T = gain.clipped_low_T | gain.clipped_high_T
         pushed_T = mask_T & (values.advantage_T != 0)
-        quarters_QT = _quarters(lengths_S, context.pushed_lengths)[:, index_T]
-
-        def share(weight_T: Tensor) -> tuple[Tensor, Tensor]:
-            return (weight_T * (clipped_T & pushed_T)).sum(), (weight_T * pushed_T).sum()
-
-        quarters = [share(weight_T) for weight_T in quarters_QT]
+        pushed_S, clipped_S = (
+            sequence_sum(where_T.double(), index_T, lengths_S.numel()) for where_T in (pushed_T, pushed_T & clipped_T)
+        )
+        inside_QS = _quarters(lengths_S, context.pushed_lengths)
+        quarters = list(zip((inside_QS * clipped_S).sum(1), (inside_QS * pushed_S).sum(1), strict=True))
         metrics |= {
-            "clip/share": share(torch.ones_like(quarters_QT[0])),
+            "clip/share": (clipped_S.sum(), pushed_S.sum()),
             "clip/share_q1": quarters[0],
             "clip/share_q2": quarters[1],
             "clip/share_q3": quarters[2],
