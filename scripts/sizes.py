@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_615,
-    "tests, lines": 43_506,
-    "docs and docstrings, words": 109_998,
+    "tests, lines": 43_508,
+    "docs and docstrings, words": 108_080,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

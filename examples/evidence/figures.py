@@ -301,7 +301,8 @@ class Estimate:
             return "–"
         scale, digits = (1.0, 2) if ratio else (figure.scale, figure.digits)
         mean, low, high = (_signless(value * scale, digits) for value in (self.mean, self.low, self.high))
-        shown = mean if math.isnan(self.low) else f"{mean} ({low} to {high})"
+        until = " to " if "−" in low + high else "–"
+        shown = mean if math.isnan(self.low) else f"{mean} ({low}{until}{high})"
         notes = [f"≤ in {self.at_most}"] * bool(self.at_most) + [f"≥ in {self.at_least}"] * bool(self.at_least)
         return shown + (f" [{', '.join(notes)}]" if notes else "")
 

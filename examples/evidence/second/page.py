@@ -44,11 +44,12 @@ REGIME = Claim("the regime that the method is for", "area", ("grpo", "dapo"), DI
 
 
 class Comparison(NamedTuple):
-    """TEPO beside ``other``; ``where`` is a task, a regime, or TEPO's part that ``other`` has changed."""
+    """TEPO beside another setting: where it stands in ``table``."""
 
     claim: Claim
-    where: str
-    other: str
+    table: str
+    row: tuple[str, ...]
+    column: str
     result: Estimate
 
 
@@ -65,35 +66,42 @@ def missing(evidence: Evidence) -> int:
 
 
 def comparisons(sweeps: Sweeps) -> Iterator[Comparison]:
-    of_methods = [(claim, other) for claim in CLAIMS for other in claim.others]
-    for (name, task), (claim, other) in itertools.product(TASKS.items(), of_methods):
-        yield Comparison(claim, task, other, sweeps[name].against(claim.figure, TUNED, (other, "tuned")))
+    for claim, (name, task) in itertools.product(CLAIMS, TASKS.items()):
+        for other in claim.others:
+            result = sweeps[name].against(claim.figure, TUNED, (other, "tuned"))
+            yield Comparison(claim, "methods", (claim.said, FIGURES[claim.figure].compared, other), task, result)
     for name, choices in REGIMES.items():
         for choice, other in itertools.product(choices, REGIME.others):
-            yield Comparison(REGIME, choice, other, sweeps[name].against("area", ("tepo", choice), (other, choice)))
-    for said, name in (("what each part does", "parts"), ("what the coefficient does", "coefficient")):
+            result = sweeps[name].against(REGIME.figure, ("tepo", choice), (other, choice))
+            yield Comparison(REGIME, "regimes", (REGIME.said, FIGURES[REGIME.figure].compared, other), choice, result)
+    for name in ("parts", "coefficient"):
         for key, figure in itertools.product(sweeps[name].keys, ("area", "entropy")):
             result = sweeps["compare-tiny"].against(figure, TUNED, key, sweeps[name])
-            yield Comparison(Claim(said, figure, key, DIFFERENCE), "sums", key[0], result)
+            claim = Claim(name, figure, key, DIFFERENCE)
+            yield Comparison(claim, "parts", (key[0],), FIGURES[figure].compared, result)
 
 
 def verdicts(sweeps: Sweeps) -> str:
+    """A cell has the verdict after Holm's correction, and the one without if it differs."""
     if any(map(missing, sweeps.values())):
         return _NOT_DONE
     everything = list(comparisons(sweeps))
     items = [item for item in everything if item.result.seeds]  # the others: neither method ever reaches the level
     judged = corrected([(item.claim, item.result) for item in items])
-    rows = []
+    tables: dict[str, dict[tuple[str, ...], dict[str, str]]] = {}
     for item, verdict in zip(items, judged, strict=True):
-        figure = FIGURES[item.claim.figure]
-        text = item.result.text(figure, ratio=figure.ratio)
-        alone = item.claim.judge(item.result)
-        rows.append([item.claim.said, item.where, item.other, figure.compared, text, alone, f"**{verdict}**"])
-    columns = ["question", "where", "TEPO beside", "figure", "of TEPO to the other", "alone", "after Holm's correction"]
-    dropped = [
-        f"{item.where} beside {item.other}: {FIGURES[item.claim.figure].name}" for item in everything if not item.result.seeds
-    ]
-    return markdown(columns, rows) + (f"\nDropped, as no run got there: {'; '.join(dropped)}.\n" if dropped else "")
+        figure, alone = FIGURES[item.claim.figure], item.claim.judge(item.result)
+        text = f"{item.result.text(figure, ratio=figure.ratio)}: **{verdict}**"
+        row = tables.setdefault(item.table, {}).setdefault(item.row, {})
+        row[item.column] = text if alone == verdict else f"{text} (alone: {alone})"
+    parts = []
+    for rows in tables.values():
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        head = ["question", "figure", "TEPO beside"][-len(next(iter(rows))) :]
+        lines = [[*row, *(cells.get(column, "–") for column in columns)] for row, cells in rows.items()]
+        parts.append(markdown([*head, *columns], lines))
+    dropped = [f"{', '.join(item.row[1:])}, {item.column}" for item in everything if not item.result.seeds]
+    return "\n".join(parts) + (f"\nDropped, as no run got there: {'; '.join(dropped)}.\n" if dropped else "")
 
 
 def state(sweeps: Sweeps) -> str:
