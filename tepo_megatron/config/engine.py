@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,6 +84,8 @@ class ParallelConfig(Section):
 
 
 Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
+
+_FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
 
 class Fp8Config(Section):
@@ -209,6 +212,13 @@ class EngineConfig(Section):
     def recomputed(self) -> tuple[RecomputeModule, ...]:
         """Empty if whole layers are computed again."""
         return self.recompute_modules if self.recompute == "selective" else ()
+
+    @property
+    def token_multiple(self) -> int:
+        """A micro-batch, over context-parallel ranks, is padded to a multiple of this."""
+        parallel = self.parallel
+        share = (parallel.tp if parallel.sequence_parallel else 1) * _FP8_TOKENS[self.fp8.recipe]
+        return parallel.cp * math.lcm(2, share) if parallel.cp > 1 else share
 
     def _faults(self) -> Iterator[str]:
         if self.recompute == "selective" and not self.recompute_modules:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
@@ -12,9 +11,6 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-
-# a rank's tokens in FP8 layers must be a multiple of this
-_FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
 _SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
 
@@ -148,23 +144,17 @@ class TrainingRanks:
             "weighted product": 0 if self.has_te else b * spec.experts.per_token * spec.ffn_size / tp,
         }
 
-    @property
-    def token_multiple(self) -> int:
-        """Applies to all context-parallel ranks together."""
-        cp, share = self._parallel.cp, self._sequence_split * _FP8_TOKENS[self.config.engine.fp8.recipe]
-        return cp * math.lcm(2, share) if cp > 1 else share
-
     def padding_share(self, mean_length: float) -> float:
         # half a multiple per micro-batch, and cp tokens per sequence if cp > 1
         cp = self._parallel.cp
         of_sequences = (2 * cp - 1) / 2 / mean_length if cp > 1 else 0.0
         tokens = max(self.config.engine.micro_batch_tokens, mean_length)
-        return of_sequences + (self.token_multiple - 1) / 2 / tokens
+        return of_sequences + (self.config.engine.token_multiple - 1) / 2 / tokens
 
     def micro_batch_tokens(self, longest: int) -> int:
         # a sequence longer than the bound is a micro-batch of its own
         tokens = max(self.config.engine.micro_batch_tokens, longest)
-        return -(-(-(-tokens // self.token_multiple) * self.token_multiple) // self._parallel.cp)
+        return -(-(-(-tokens // self.config.engine.token_multiple) * self.config.engine.token_multiple) // self._parallel.cp)
 
     def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
         spec, config, parallel, b = self.spec, self.config, self._parallel, self._element

@@ -91,7 +91,7 @@ class Engine:
             self.ranks,
             self.platform,
             temperature=config.rollout.sampling.temperature,
-            token_multiple=fp8.token_multiple(config.engine),
+            token_multiple=config.engine.token_multiple,
             on_progress=self.heartbeat.moved,
             entropy_slope=self.objective.needs_entropy_slope,
             routers=self.routers,
@@ -200,7 +200,8 @@ class Engine:
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         rest = prompt[1:]
         rollout = Rollout("canary", 0, prompt[:1], rest, (0.0,) * len(rest), "length", WeightsVersion(0))
-        copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
+        # each data-parallel rank needs so many sequences
+        copies = self.ranks.dp * self.config.engine.parallel.micro_batch_group
         batch = pack([rollout] * copies).to(self.platform.device)
         at_one = replace(self.forward, temperature=1.0)
         return at_one.score(self.policy.chunks, batch).logprob[: len(rest)].tolist()

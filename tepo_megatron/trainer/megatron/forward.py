@@ -83,7 +83,7 @@ class Forward:
             ranks=self.ranks.dp,
             max_tokens=self.engine.micro_batch_tokens,
             attention_length=attention_length(self.spec),
-            multiple=self.ranks.micro_batch_group,
+            multiple=self.engine.parallel.micro_batch_group,
         )
         return parts[self.ranks.dp_rank]
 
@@ -241,7 +241,7 @@ class Forward:
 
         Every rank calls. FP8 weights stay: their neighbours are too far apart.
         """
-        group = self.ranks.dp * self.ranks.micro_batch_group
+        group = self.ranks.dp * self.engine.parallel.micro_batch_group
         count = max(min(sequences, batch.num_sequences) // group, 1) * group
         by_length = batch.lengths_S.argsort(stable=True).tolist()
         few = batch.select([by_length[index * (len(by_length) - 1) // max(count - 1, 1)] for index in range(count)])

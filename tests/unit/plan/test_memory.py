@@ -24,7 +24,6 @@ from tepo_megatron.run import checks
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.trainer.megatron import policy
-from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.layouts import megatron_ranks
 from tepo_megatron.weights.table import tensor_shapes
@@ -157,14 +156,6 @@ def test_fp8_servers_hold_linear_layers_in_one_byte() -> None:
     assert half.server.kv_cache - whole.server.kv_cache == linear / 4
     assert half.sync == whole.sync
     assert half.time.generation < whole.time.generation
-
-
-@given(st.sampled_from(["none", "tensorwise", "blockwise", "mxfp8"]), st.integers(1, 3), st.integers(1, 2), st.booleans())
-def test_padding_is_that_of_the_engine(recipe: str, tp: int, cp: int, sequence_parallel: bool) -> None:
-    parallel = {"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel and tp > 1}
-    engine = {"parallel": parallel, "fp8": {"recipe": "none" if cp > 1 and recipe == "tensorwise" else recipe}}
-    config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": {"platform": "cuda", **engine}})
-    assert TrainingRanks(SPEC, config).token_multiple == of_the_engine(config.engine)
 
 
 # -- tepo train asks ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, Weights
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
 from tepo_megatron.trainer.megatron.parallel.batch import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
@@ -330,7 +329,7 @@ def test_each_rank_has_its_two_chunks_of_every_sequence(chunks: list[int], cp: i
 @given(st.lists(st.integers(3, 20), min_size=1, max_size=6), sizes, st.integers(1, 16))
 def test_shares_are_all_of_a_micro_batch_and_padding_has_no_scores(lengths: list[int], cp: int, multiple: int) -> None:
     micro = pack(draw_rollouts(lengths))
-    whole = token_multiple(EngineConfig(parallel={"cp": cp})) * multiple
+    whole = EngineConfig(parallel={"cp": cp}).token_multiple * multiple
     size = -(-padded_tokens(lengths, cp) // whole) * whole
     shares = [shared(micro, size, Ranks(rank, cp, 1, 0, 1, 0, 1, 0, cp, rank, None, None)) for rank in range(cp)]
     assert all(share.micro is micro for share in shares)

@@ -209,11 +209,11 @@ def test_layers_in_bfloat16_are_the_first_and_the_last(recipe: str, first: int, 
 @given(recipes, st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_every_rank_gets_tokens_that_suit_fp8(recipe: str, tp: int, split: bool) -> None:
     parallel = {"tp": tp, "sequence_parallel": split and tp > 1}
-    multiple = fp8.token_multiple(EngineConfig.model_validate({"parallel": parallel, "fp8": {"recipe": recipe}}))
+    multiple = EngineConfig.model_validate({"parallel": parallel, "fp8": {"recipe": recipe}}).token_multiple
     on_a_rank = multiple // (tp if parallel["sequence_parallel"] else 1)
     assert on_a_rank % get_fp8_align_size(Fp8Recipe(recipe)) == 0
     assert on_a_rank % {"blockwise": 128, "mxfp8": 32}.get(recipe, 16) == 0
-    without = fp8.token_multiple(EngineConfig.model_validate({"parallel": parallel}))
+    without = EngineConfig.model_validate({"parallel": parallel}).token_multiple
     assert without == (tp if parallel["sequence_parallel"] else 1)
 
 

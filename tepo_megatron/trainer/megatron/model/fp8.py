@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from packaging.version import Version
 from torch import Tensor
 
-from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig
+from tepo_megatron.config import Fp8Config, ParallelConfig
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import load_into
@@ -24,7 +23,7 @@ _Capability = tuple[int, int]  # (major, minor)
 
 @dataclass(frozen=True)
 class _Needs:
-    """Divisors: ``multiple`` of widths, ``tokens`` of micro-batches, ``gathered`` of the hidden size under SP.
+    """Divisors: ``multiple`` of widths, ``gathered`` of the hidden size under SP.
 
     ``cuda``: on GPUs up to ``cuda_up_to``. ``below``: first capability without kernels.
     """
@@ -37,7 +36,6 @@ class _Needs:
     cuda_up_to: _Capability | None = None
     below: _Capability | None = None
     multiple: int = 16
-    tokens: int = 16
     gathered: int = 1
 
     def is_in(self, te: str) -> bool:
@@ -53,22 +51,10 @@ _NEEDS = {
     "tensorwise": _Needs(te="2.2", **_PER_TENSOR),
     # Transformer Engine gathers activations under SP in blocks of 128 tokens by 128 columns, and asserts both.
     "blockwise": _Needs(
-        te="2.3",
-        capability=(9, 0),
-        gpus="Hopper or newer",
-        probe="is_fp8_block_scaling_available",
-        cuda="12.9",
-        tokens=128,
-        gathered=128,
+        te="2.3", capability=(9, 0), gpus="Hopper or newer", probe="is_fp8_block_scaling_available", cuda="12.9", gathered=128
     ),
     "mxfp8": _Needs(
-        te="2.1",
-        capability=(10, 0),
-        gpus="Blackwell B200 or B300",
-        probe="is_mxfp8_available",
-        below=(12, 0),
-        multiple=32,
-        tokens=32,
+        te="2.1", capability=(10, 0), gpus="Blackwell B200 or B300", probe="is_mxfp8_available", below=(12, 0), multiple=32
     ),
 }
 """Megatron-Core requires these Transformer Engines."""
@@ -97,12 +83,6 @@ def gather_options(fp8: Fp8Config) -> dict[str, Any]:
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
     reuse = fp8.params and fp8.recipe == "mxfp8"
     return {"fp8_recipe": fp8.recipe if fp8.params else None, "reuse_grad_buf_for_mxfp8_param_ag": reuse}
-
-
-def token_multiple(engine: EngineConfig) -> int:
-    ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
-    share = ranks * (_NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
-    return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
 
 
 def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) -> None:

@@ -180,11 +180,6 @@ class Ranks:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-    @property
-    def micro_batch_group(self) -> int:
-        """The number of micro-batches is a multiple of this."""
-        return self.pp if self.vpp > 1 else 1
-
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
     """Joins torchrun's world, or makes one. Every rank calls. Raises ValueError for another size."""
