@@ -43,7 +43,6 @@ class CrossEntropy:
 
     needs_reference = False
     needs_entropy_slope = False
-    needs_entropy_gradient = False
 
     def advantages(self, batch: Batch) -> torch.Tensor:
         return torch.zeros_like(batch.rewards_S)

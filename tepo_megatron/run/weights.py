@@ -40,12 +40,10 @@ class WeightPublisher:
         if fleet is None:
             deque(tensors, maxlen=0)  # the other ranks take part in the gathers of all tensors
             return
-        metas = weights.adapter_manifest if adapters else weights.manifest
-        manifest = [(meta.name, meta.shape, meta.dtype) for meta in metas]
         if adapters:
-            fleet.update_adapters(version, manifest, tensors, weights.adapter_settings.as_peft())
+            fleet.update_adapters(version, weights.adapter_manifest, tensors, weights.adapter_settings.as_peft())
         else:
-            fleet.update_weights_from_tensors(version, manifest, tensors)
+            fleet.update_weights_from_tensors(version, weights.manifest, tensors)
 
 
 def make_shard_sender(config: RunConfig, weights: WeightSource) -> ShardSender:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tepo_megatron.weights.architecture import ModelSpec
     from tepo_megatron.weights.layouts import VllmParallel
     from tepo_megatron.weights.storage.hf_folder import AdapterSettings
+    from tepo_megatron.weights.transfer.full_tensors import TensorManifest
     from tepo_megatron.weights.transfer.sender import ShardSender
     from tepo_megatron.weights.transfer.transport import TransportName
 
@@ -61,13 +62,6 @@ class SavedCheckpoint:
     waited_s: float  # part of both during which training waited
 
 
-@dataclass(frozen=True)
-class TensorMeta:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class WeightSource(Protocol):
     """After ``update(last=True)`` a reader sees complete new values."""
 
@@ -75,7 +69,7 @@ class WeightSource(Protocol):
         """Equal weights give equal digests, on any rank and layout."""
 
     @property
-    def manifest(self) -> Sequence[TensorMeta]:
+    def manifest(self) -> TensorManifest:
         """Describes ``stream``'s tensors in order. Not collective."""
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -107,7 +101,7 @@ class WeightSource(Protocol):
         """Writes a PEFT folder on rank 0; nothing without adapters."""
 
     @property
-    def adapter_manifest(self) -> Sequence[TensorMeta]:
+    def adapter_manifest(self) -> TensorManifest:
         """Describes ``stream_adapters``."""
 
     @property

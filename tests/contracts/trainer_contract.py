@@ -378,7 +378,7 @@ def hands_out_weights(make: Make, folder: Path) -> None:
     train(trainer, 0)
     require(digest(trainer) != first.digest, "WeightSource.version did not change with an update")
     streamed = tensors(trainer)
-    manifest = {meta.name: (meta.shape, meta.dtype) for meta in trainer.weights.manifest}
+    manifest = {name: (tuple(shape), dtype) for name, shape, dtype in trainer.weights.manifest}
     actual = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in streamed.items()}
     require(manifest == actual, "WeightSource.manifest is not what WeightSource.stream yields")
     require(list(manifest) == list(actual), "WeightSource.manifest has another order than WeightSource.stream")

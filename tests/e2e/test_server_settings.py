@@ -76,9 +76,8 @@ def serve(_rank: int, _world: int, out: Path) -> dict[str, Any]:
 
         report: dict[str, Any] = {"first_from_disk": answer()}
         become(other)
-        manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.weights.manifest]
         tensors = (tensor for _, tensor in engine.weights.stream() if tensor is not None)
-        fleet.update_weights_from_tensors(engine.weights.version(1), manifest, tensors)
+        fleet.update_weights_from_tensors(engine.weights.version(1), engine.weights.manifest, tensors)
         report["other_by_tensors"] = answer()
         for step, (name, weights) in enumerate({"first": first, "other": other}.items(), start=2):
             become(weights)

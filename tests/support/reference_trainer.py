@@ -26,13 +26,14 @@ from tepo_megatron.core.types import Batch, Divergence, ObjectiveOutput, Teacher
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, read_state
 from tepo_megatron.trainer.packing import check_judged, pack
-from tepo_megatron.trainer.protocol import SavedCheckpoint, TensorMeta, UpdateResult
+from tepo_megatron.trainer.protocol import SavedCheckpoint, UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, FileRecord
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tests.support.engines import whole_digest
 
 T = TypeVar("T")
@@ -253,8 +254,8 @@ class ReferenceWeights:
         return WeightsVersion(step, whole_digest(self._trainer.params))
 
     @property
-    def manifest(self) -> list[TensorMeta]:
-        return [TensorMeta(name, tuple(param.shape), "float32") for name, param in self._trainer.params.items()]
+    def manifest(self) -> TensorManifest:
+        return [(name, tuple(param.shape), "float32") for name, param in self._trainer.params.items()]
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
         yield from ((name, param.detach()) for name, param in self._trainer.params.items())
@@ -268,7 +269,7 @@ class ReferenceWeights:
     def export_adapters(self, out: Path) -> None: ...
 
     @property
-    def adapter_manifest(self) -> list[TensorMeta]:
+    def adapter_manifest(self) -> TensorManifest:
         return []
 
     @property

@@ -163,20 +163,12 @@ class Objective:
     config: ObjectiveConfig
 
     @property
-    def needs_entropy_gradient(self) -> bool:
-        return "entropy_gradient" in self.config.needs
-
-    @property
     def needs_entropy_slope(self) -> bool:
         return "entropy_slope" in self.config.needs
 
     @property
     def needs_reference(self) -> bool:
         return self.config.needs_reference
-
-    @property
-    def needs_teacher(self) -> bool:
-        return "teacher" in self.config.needs
 
     def advantages(self, batch: Batch) -> Tensor:
         """Returns fp32 [S] for the whole rollout batch."""
@@ -239,7 +231,7 @@ class Objective:
             weight_T = sampler_weights(self.config.mismatch, values)
             gain_T = weight_T * gain_T
         objective_T = gain_T - penalty_T
-        if self.needs_entropy_gradient:
+        if "entropy_gradient" in self.config.needs:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T
         token_weight_T = _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T)
         numerator = -(token_weight_T * objective_T).sum()
@@ -277,7 +269,7 @@ class Objective:
             old_logprob_T=old_T,
             delta_T=logprob_T - old_T,
             reference_delta_T=moved_from(batch.reference_logprobs_T, needed=self.needs_reference),
-            teacher_delta_T=moved_from(batch.teacher_logprobs_T, needed=self.needs_teacher),
+            teacher_delta_T=moved_from(batch.teacher_logprobs_T, needed="teacher" in self.config.needs),
             divergence_T=None if scores.divergence is None else inside(scores.divergence),
             entropy_T=entropy_T,
             entropy_change_T=None if batch.old_entropy_T is None else entropy_T.detach() - inside(batch.old_entropy_T),

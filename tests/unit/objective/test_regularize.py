@@ -77,13 +77,11 @@ def test_entropy_bonus_fixed_and_adaptive(rows, seed, target):
         ({"kind": "adaptive", "coefficient": 0.2, "target": target}, 0.2 * min(max((target - old_mean) / target, 0.0), 1.0)),
     ):
         objective = build_objective(ObjectiveConfig(entropy=bonus))
-        assert objective.needs_entropy_gradient
         loss, (_, gradient, _), *_ = whole(objective, batch, scores)
         torch.testing.assert_close(loss, plain[0] - coefficient * mean)
         torch.testing.assert_close(
             gradient, torch.where(batch.loss_mask_T, -coefficient / batch.loss_mask_T.sum().double(), 0.0)
         )
-    assert not build_objective(ObjectiveConfig()).needs_entropy_gradient
     assert (plain[1][1] == 0).all()
 
 

@@ -16,14 +16,13 @@ from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
 from tepo_megatron.trainer.megatron.policy import Policy
-from tepo_megatron.trainer.protocol import TensorMeta
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, write_model
 from tepo_megatron.weights.transfer.digests import fingerprint
-from tepo_megatron.weights.transfer.full_tensors import GatherPlan
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan, TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName
 
@@ -79,10 +78,10 @@ class PolicyWeights:
         return f"{int(total) % 2**64:016x}"
 
     @property
-    def manifest(self) -> list[TensorMeta]:
+    def manifest(self) -> TensorManifest:
         shapes = self.layouts[0].shapes
         dtype = self.config.model.dtype
-        return [TensorMeta(name, tuple(shape), "float32" if is_always_fp32(name) else dtype) for name, shape in shapes.items()]
+        return [(name, shape, "float32" if is_always_fp32(name) else dtype) for name, shape in shapes.items()]
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
         return self._sources.gather_to_root(self.merged)
@@ -126,8 +125,8 @@ class PolicyWeights:
             self.adapter_settings.write(out, tensors, base_model=self.config.model.path)
 
     @property
-    def adapter_manifest(self) -> list[TensorMeta]:
-        return [TensorMeta(name, shape, self.config.model.dtype) for name, shape in self.trained_layout.shapes.items()]
+    def adapter_manifest(self) -> TensorManifest:
+        return [(name, shape, self.config.model.dtype) for name, shape in self.trained_layout.shapes.items()]
 
     @property
     def adapter_settings(self) -> AdapterSettings:
