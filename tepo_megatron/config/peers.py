@@ -15,6 +15,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tepo_megatron.runtime.text import flat
+
 
 class _Key(NamedTuple):
     """What a key of another trainer is here; see ``peers.yaml``."""
@@ -56,7 +58,7 @@ def _key(raw: Any) -> _Key:
 def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
     """Returns what an unknown key is here, or an empty text. ``whole``: the whole path must be a peer's."""
     for name, peer in peers().items():
-        if isinstance(raw, Mapping) and (inner := [key for key in _flat(raw, f"{path}.") if key in peer.keys]):
+        if isinstance(raw, Mapping) and (inner := [key for key in flat(raw, f"{path}.") if key in peer.keys]):
             return f"it is a section of {peer.title}, such as {inner[0]}: tepo config from-{name} FILE converts a file"
         last = path.rpartition(".")[2]
         for key, entry in peer.keys.items():
@@ -150,7 +152,7 @@ def _resolved(text: str, left: list[str]) -> dict[str, Any]:
     raw = OmegaConf.to_container(whole)
     if not isinstance(raw, Mapping):
         raise ValueError("the file has no settings; give the YAML that the other trainer reads")
-    for key, value in _flat(raw).items():
+    for key, value in flat(raw).items():
         if isinstance(value, str) and "${" in value:
             try:
                 if ":" in value:
@@ -160,13 +162,6 @@ def _resolved(text: str, left: list[str]) -> dict[str, Any]:
                 left.append(f"{key} = {_show(value)}: {' '.join(str(error).split())}")
                 continue
         result[key] = value
-    return result
-
-
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return result
 
 

@@ -13,6 +13,14 @@ from typing import Any
 _MOST_NESTED = 100
 
 
+def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns path → value: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``. An empty mapping stays."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return result
+
+
 def text_fault(value: Any) -> str | None:
     """``value``: text, or JSON values with keys. Returns None for Unicode that is not nested too deeply."""
     return _fault(value, _surrogate_in)

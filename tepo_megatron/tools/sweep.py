@@ -38,7 +38,7 @@ from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.runtime.preemption import handled_by, not_ignored
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
-from tepo_megatron.tools.report.runs import flat
+from tepo_megatron.tools.report.runs import settings_of
 from tepo_megatron.tools.results import markdown
 
 _MOST_RUNS = 10_000
@@ -285,7 +285,7 @@ def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
 
 def _compared(config: RunConfig) -> dict[str, str]:
     left_out: dict[str, Any] = {"output": True, "train": {"resume", "resume_from"}, "log": True}
-    return flat(absolute(config).model_dump(mode="json", exclude=left_out))
+    return settings_of(absolute(config).model_dump(mode="json", exclude=left_out))
 
 
 def _core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:

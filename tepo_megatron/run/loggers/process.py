@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 from tepo_megatron.run.loggers import Ending, without_secrets
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.preemption import PREEMPTED, STOP_SIGNALS
-from tepo_megatron.runtime.text import echo
+from tepo_megatron.runtime.text import echo, flat
 from tepo_megatron.runtime.worker_child import redirect_standard_streams
 
 _RETRY_S = (30.0, 3600.0)  # rows are dropped for so long after a failure: doubled up to the second value
@@ -173,7 +173,7 @@ class _MlflowClient(_Run):
 
     def _log_config(self) -> None:
         """A request takes at most 100. MLflow never changes parameters: a resumed run's changes are tags."""
-        values = {_mlflow_name(key): value[:500] for key, value in _flatten(self.config)}
+        values = {_mlflow_name(key): str(value)[:500] for key, value in flat(self.config).items()}
         logged = self._client.get_run(self._run_id).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in values.items() if key not in logged]
         for start in range(0, len(new), 100):
@@ -181,14 +181,6 @@ class _MlflowClient(_Run):
         for key, value in values.items():
             if logged.get(key, value) != value:
                 self._client.set_tag(self._run_id, key, value)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _mlflow_name(key: str) -> str:

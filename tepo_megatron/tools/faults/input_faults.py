@@ -12,7 +12,7 @@ import resource
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,11 +25,11 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.errors import is_ours
 from tepo_megatron.runtime.proc import Process
+from tepo_megatron.runtime.text import flat
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tools.faults.processes import descendants, in_fork
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
-from tepo_megatron.tools.report.runs import flat
 from tepo_megatron.tools.results import resident_bytes
 
 _MEGABYTE = 10**6
@@ -185,19 +185,17 @@ class _MalformedConfig:
     overrides: tuple[str, ...] = ()
 
 
-def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
-    random = Random(seed)
+def malformed_config(number: int, random: Random) -> _MalformedConfig:
+    """Kinds take turns."""
     kinds = [*_WHOLE_FILES, *_ONE_VALUE, *_BYTES]
-    for number in range(count):
-        kind = kinds[number % len(kinds)]
-        if kind in _BYTES:
-            yield _MalformedConfig(kind, _BYTES[kind](_sound(random), random))
-        elif kind in _ONE_VALUE:
-            yield _with_value(kind, random.choice(_ONE_VALUE[kind]), random)
-        else:
-            choices = _WHOLE_FILES[kind]
-            text = choices(random) if callable(choices) else random.choice(choices)
-            yield _MalformedConfig(kind, text.encode("utf-8", "surrogatepass"))
+    kind = kinds[number % len(kinds)]
+    if kind in _BYTES:
+        return _MalformedConfig(kind, _BYTES[kind](_sound(random), random))
+    if kind in _ONE_VALUE:
+        return _with_value(kind, random.choice(_ONE_VALUE[kind]), random)
+    choices = _WHOLE_FILES[kind]
+    text = choices(random) if callable(choices) else random.choice(choices)
+    return _MalformedConfig(kind, text.encode("utf-8", "surrogatepass"))
 
 
 def _sound(random: Random) -> bytes:
@@ -213,7 +211,7 @@ def _sound(random: Random) -> bytes:
 
 @cache
 def _fields() -> Mapping[str, Any]:
-    return {path: json.loads(text) for path, text in flat(RunConfig().model_dump(mode="json")).items()}
+    return flat(RunConfig().model_dump(mode="json"))
 
 
 def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
@@ -304,7 +302,7 @@ class _MalformedConfigs(FaultClass):
     whole, quick = 200, 30
 
     def inject(self, number: int, rng: Random) -> FaultOutcome:
-        *_, config = malformed_configs(number + 1, rng.randrange(2**31))  # its kinds take turns
+        config = malformed_config(number, rng)
         path = self.folder / "given.yaml"
         path.write_bytes(config.text)
         name = f"{config.kind}: {list(config.overrides) or config.text[:60].decode(errors='replace')}"

@@ -13,20 +13,15 @@ from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.run.display.figures import COUNTED, LOST, fault_lines
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.status import run_status
+from tepo_megatron.runtime.text import flat
 
 Settings = Mapping[str, str]  # dotted path → value as JSON text
 _IDENTITY = ("seed", "output", "name")
 
 
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    result: dict[str, str] = {}
-    for name, value in section.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            result |= flat(value, f"{path}.")
-        else:
-            result[path] = json.dumps(value, ensure_ascii=False, default=str)
-    return result
+def settings_of(section: Mapping[str, Any]) -> dict[str, str]:
+    """Returns path → JSON."""
+    return {path: json.dumps(value, ensure_ascii=False, default=str) for path, value in flat(section).items()}
 
 
 def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
@@ -172,7 +167,7 @@ def _settings(path: Path) -> Settings:
     read = read_yaml(path)
     if not isinstance(read, Mapping):
         raise ValueError(f"{path} is no configuration: sections by name were expected")
-    return flat(read)
+    return settings_of(read)
 
 
 def run_groups(runs: Sequence[Run]) -> list[tuple[str, tuple[int, ...]]]:

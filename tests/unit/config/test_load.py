@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, loa
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.schema import json_schema, schema_rows
-from tepo_megatron.tools.faults.input_faults import malformed_configs
+from tepo_megatron.tools.faults.input_faults import malformed_config
 from tests.support.programs import run_python
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
@@ -176,7 +176,7 @@ def test_the_configuration_does_not_import_torch() -> None:
 @given(seed=st.integers(0, 2**63), number=st.integers(0, 50))
 def test_each_is_valid_or_refused_in_sentences(seed: int, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """One that is accepted is written and read back as the same run."""
-    (damaged,) = islice(malformed_configs(number + 1, seed), number, None)
+    damaged = malformed_config(number, Random(seed))
     path = tmp_path_factory.mktemp("malformed") / "run.yaml"
     path.write_bytes(damaged.text)
     with warnings.catch_warnings():

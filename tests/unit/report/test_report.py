@@ -27,7 +27,7 @@ from hypothesis.extra import numpy as arrays
 from tepo_megatron.cli import after_run as command
 from tepo_megatron.run.metrics import TokenSamples, token_file
 from tepo_megatron.tools.report import SCRIPTS, write_report
-from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, flat, run_groups
+from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, run_groups, settings_of
 from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack, read_samples
 from tests.support.cli import invoke
 from tests.support.report_runs import HOSTILE, made_up_tokens, write_run
@@ -115,9 +115,11 @@ def test_what_is_damaged_is_named(name: str, text: str, tmp_path: Path) -> None:
 
 def test_settings_beside_each_other_say_what_is_not_the_default() -> None:
     section = {"a": {"b": {"c": None, "d": [1, {"e": 2}]}, "f": {}}, "g": "é"}
-    assert flat(section) == {"a.b.c": "null", "a.b.d": '[1, {"e": 2}]', "a.f": "{}", "g": '"é"'}
-    first = flat({"seed": 1, "optimizer": {"lr": 5e-5, "clip_grad": 1}, "reward": {"kwargs": {}}, "model": {"path": "x"}})
-    second = flat({"seed": 2, "optimizer": {"lr": 5e-5, "clip_grad": 1.0}, "model": {"path": "x"}})
+    assert settings_of(section) == {"a.b.c": "null", "a.b.d": '[1, {"e": 2}]', "a.f": "{}", "g": '"é"'}
+    first = settings_of(
+        {"seed": 1, "optimizer": {"lr": 5e-5, "clip_grad": 1}, "reward": {"kwargs": {}}, "model": {"path": "x"}}
+    )
+    second = settings_of({"seed": 2, "optimizer": {"lr": 5e-5, "clip_grad": 1.0}, "model": {"path": "x"}})
     rows = {row["path"]: row for row in compared([first, second])}
     assert rows["seed"] == {"path": "seed", "values": ["1", "2"], "differs": True, "usual": True}
     assert rows["reward.kwargs"]["values"] == ["{}", None]
