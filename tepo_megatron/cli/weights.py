@@ -261,7 +261,7 @@ def _plan_command(
     from tepo_megatron.plan.shapes import resolve_spec
     from tepo_megatron.plan.time import Links
     from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
-    from tepo_megatron.weights.reshard import plan_to_json, reshard_plan
+    from tepo_megatron.weights.reshard import reshard_plan
     from tepo_megatron.weights.transfer.move import count_messages
     from tepo_megatron.weights.transfer.transports import find_transport
 
@@ -278,7 +278,7 @@ def _plan_command(
     worker = plan.num_sources
     messages = {name: count_messages(plan, worker, itemsize, find_transport(name)) for name in ("gloo", "nccl")}
     if save is not None:
-        save.write_text(plan_to_json(plan) + "\n")
+        save.write_text(json.dumps(asdict(plan)) + "\n")
     if as_json:
         echo(json.dumps({**asdict(summary), "messages_and_rounds": messages}))
         return

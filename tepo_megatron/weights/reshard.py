@@ -204,28 +204,6 @@ def _plain(value: Any) -> Any:
     return [value.start, value.stop] if isinstance(value, range) else vars(value)
 
 
-def plan_to_json(plan: ReshardPlan) -> str:
-    names: dict[str, int] = {}
-
-    def end(param: str, region: Region) -> tuple[int, list[Any]]:
-        box = region.box
-        return names.setdefault(param, len(names)), [list(box.start), list(box.stop), region.count, region.step]
-
-    moves = [
-        [
-            names.setdefault(move.tensor, len(names)),
-            move.source,
-            move.destination,
-            *end(move.source_param, move.source_region),
-            *end(move.destination_param, move.destination_region),
-        ]
-        for move in plan.moves
-    ]
-    head = {"format": _FORMAT, "version": _VERSION, "digest": plan.digest}
-    ranks = {"num_sources": plan.num_sources, "num_destinations": plan.num_destinations, "local": sorted(plan.local.items())}
-    return json.dumps({**head, **ranks, "names": list(names), "moves": moves}, separators=(",", ":"))
-
-
 @lru_cache(maxsize=4096)
 def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[Box, Box, Box], ...]:
     """Returns (source, destination, common box). Raises ValueError if sources overlap or leave gaps."""
