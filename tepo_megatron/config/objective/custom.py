@@ -3,6 +3,7 @@
 Axes: S sequences, T tokens.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -60,8 +61,6 @@ class CustomKind(ObjectiveSection):
 
     slot: ClassVar[str]  # the field below ``objective`` that accepts the kind
 
-    defines: ClassVar[str]  # the method that a kind must define
-
     kind: str
     """The kind's name."""
 
@@ -79,52 +78,48 @@ class OwnAdvantage(CustomKind):
     """Turns rewards into advantages."""
 
     slot: ClassVar[str] = "advantage"
-    defines: ClassVar[str] = "advantages"
 
+    @abstractmethod
     def advantages(self, batch: Any) -> Any:
         """Returns one advantage for each response of a whole rollout batch: float [S], finite, whatever the responses' order.
 
         ``batch``: `Batch` with ``rewards_S`` fp32, ``groups_S`` int64 (equal numbers make a group), ``loss_mask_T``, and
         ``reward_parts_SK`` if the verifier returns components. The result's gradient is dropped.
         """
-        raise NotImplementedError
 
 
 class OwnRatio(CustomKind):
     """A level at which π_θ is compared with π_old."""
 
     slot: ClassVar[str] = "ratio"
-    defines: ClassVar[str] = "log_ratio"
     noise: ClassVar[str] = "ratio"
 
+    @abstractmethod
     def log_ratio(self, values: Any) -> Any:
         """Log-ratio at every token of a micro-batch, [T], differentiable.
 
         ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old (bounded with ``log_clip``), 0 outside the loss mask.
         """
-        raise NotImplementedError
 
 
 class OwnTrustRegion(CustomKind):
     """Bounds how far a ratio carries the surrogate."""
 
     slot: ClassVar[str] = "trust_region"
-    defines: ClassVar[str] = "surrogate"
 
+    @abstractmethod
     def surrogate(self, ratio_T: Any, values: Any) -> Any:
         """Value to maximise at each token of a micro-batch, [T], differentiable.
 
         ``ratio_T``: the value of ``objective.ratio``, [T]. ``values``: `TokenValues`; its ``advantage_T`` is the response's
         advantage at each of its tokens. A `Surrogate` also marks active bounds, for the metrics ``clip/low`` and ``clip/high``.
         """
-        raise NotImplementedError
 
 
 class OwnAggregation(CustomKind):
     """Reduces token values to one number: a weight per token and a divisor."""
 
     slot: ClassVar[str] = "aggregation"
-    defines: ClassVar[str] = "denominator"
 
     def sequence_weights(self, lengths_S: Any) -> Any:
         """Weight of each response token of a sequence, [S]; 1 by default.
@@ -133,26 +128,25 @@ class OwnAggregation(CustomKind):
         """
         return lengths_S * 0 + 1
 
+    @abstractmethod
     def denominator(self, lengths_S: Any) -> Any:
         """Divisor of the sum over all micro-batches and ranks: a positive scalar.
 
         ``lengths_S``: as above, of the optimizer step on all ranks. Sequences of length 0 are padding and must change nothing.
         """
-        raise NotImplementedError
 
 
 class OwnMismatch(CustomKind):
     """Weights for a sampler whose probabilities differ from the trainer's."""
 
     slot: ClassVar[str] = "mismatch"
-    defines: ClassVar[str] = "importance_weights"
 
+    @abstractmethod
     def importance_weights(self, values: Any) -> Any:
         """Factor of the surrogate at every token of a micro-batch, [T]; its gradient is dropped.
 
         ``values``: `TokenValues`; its ``mismatch_T`` is log π_old − log π_sampler, 0 outside the loss mask.
         """
-        raise NotImplementedError
 
 
 class _CustomTerm(CustomKind):
@@ -168,23 +162,20 @@ class OwnMask(_CustomTerm):
     """Removes the surrogate's gradient, but not its value, at chosen tokens."""
 
     slot: ClassVar[str] = "mask"
-    defines: ClassVar[str] = "choose"
-
     selects_tokens: ClassVar[bool] = True
 
+    @abstractmethod
     def choose(self, values: Any, prepared: Any) -> Any:
         """Tokens of a micro-batch without gradient, bool [T]; those outside the loss mask are ignored.
 
         ``values``: `TokenValues`; ``prepared``: the result of ``prepare``.
         """
-        raise NotImplementedError
 
 
 class OwnPenalty(_CustomTerm):
     """A term that is subtracted from the surrogate."""
 
     slot: ClassVar[str] = "penalty"
-    defines: ClassVar[str] = "penalty"
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -195,12 +186,12 @@ class OwnPenalty(_CustomTerm):
         """Penalised tokens of a micro-batch, bool [T]; every response token by default."""
         del values, prepared
 
+    @abstractmethod
     def penalty(self, values: Any, prepared: Any) -> Any:
         """Penalty at each token of a micro-batch, [T], coefficient included, differentiable; finite everywhere.
 
         ``values``: `TokenValues`; ``prepared``: the result of ``prepare``. Only tokens of ``choose`` count.
         """
-        raise NotImplementedError
 
 
 _BASES: tuple[type[CustomKind], ...] = (
@@ -252,8 +243,8 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
             f"{where}: {kind.__name__} does not say what it is called; give it a field such as "
             f'kind: Literal["{kind.__name__.lower()}"] = "{kind.__name__.lower()}"'
         )
-    if getattr(kind, base.defines) is getattr(base, base.defines):
-        raise ValueError(f"{where}: {kind.__name__} has no method {base.defines}, which a subclass of {base.__name__} defines")
+    if missing := sorted(kind.__abstractmethods__):
+        raise ValueError(f"{where}: {kind.__name__} has no method {missing[0]}, which a subclass of {base.__name__} defines")
 
 
 _BUILTIN: dict[str, tuple[type[ObjectiveSection], ...]] = {}

@@ -49,14 +49,8 @@ class Unexplained(Documented):
 
 
 def made(base: Any, doc: str | None = "Documented.", **methods: Any) -> Any:
-
-    class Mine(base):  # type: ignore[misc] # any of the bases
-        __doc__ = doc
-        kind: Literal["mine"] = "mine"
-
-    for name, method in methods.items():
-        setattr(Mine, name, method)
-    return Mine()
+    kind = {"kind": "mine", "__annotations__": {"kind": Literal["mine"]}, "__module__": __name__}
+    return type(base)("Mine", (base,), {**kind, "__doc__": doc, **methods})()
 
 
 def region(gain: Any) -> Any:
