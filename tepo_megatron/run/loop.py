@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import is_ours
+from tepo_megatron.plan.memory import is_colocated
 from tepo_megatron.run.consistency_checks import Canary
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
-from tepo_megatron.run.step.placement import Placement, is_colocated
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.step.stopping import Stopping
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat

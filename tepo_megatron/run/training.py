@@ -10,6 +10,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
+from tepo_megatron.plan.memory import is_colocated
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo
 from tepo_megatron.run.checks import check_model, teacher_folders
 from tepo_megatron.run.display.progress import make_progress
@@ -20,7 +21,7 @@ from tepo_megatron.run.output.resume import resolve_dtype, resume
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
-from tepo_megatron.run.step.placement import Placement, is_colocated
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import available_cores, this_machine, variable

@@ -17,10 +17,6 @@ from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import find_transport
 
 
-def is_colocated(config: RunConfig) -> bool:
-    return config.rollout.server.placement == "colocated" and config.rollout.replay is None
-
-
 @dataclass(frozen=True)
 class Placement:
     config: RunConfig

@@ -13,7 +13,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -176,7 +175,7 @@ class ExternalServer:
         while self._is_waiting:
             newest = self._entry.registered()
             is_new = newest is not None and newest.life != self._retired and not self._entry.is_retired(newest.life)
-            if newest is not None and is_new and _is_healthy(newest):
+            if newest is not None and is_new and is_healthy(newest.url):
                 is_free = self._entry.claim(newest.life)
                 if is_free or (is_free is None and is_usable(newest.url, self._key)):
                     self._current, self.was_used = newest, not is_free
@@ -195,7 +194,7 @@ class ExternalServer:
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
 
     def healthy(self) -> bool:
-        return self._current is not None and _is_healthy(self._current)
+        return self._current is not None and is_healthy(self._current.url)
 
     def stop(self) -> None:
         self._is_waiting = False
@@ -204,11 +203,6 @@ class ExternalServer:
 
     def log_end(self) -> str:
         return f"Its log is {self.log}"
-
-
-def _is_healthy(registration: _Registration) -> bool:
-    parts = urlsplit(registration.url)
-    return is_healthy(parts.hostname or "", parts.port or 0)
 
 
 def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -149,7 +149,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
-        return self.alive and is_healthy(self.config.host, self.port)
+        return self.alive and is_healthy(self.url)
 
     def stop(self) -> None:
         """Waits seconds between SIGTERM and SIGKILL."""
@@ -336,27 +336,27 @@ def make_servers(config: ServerConfig, numbers: Sequence[int], *, key: str, **op
     ]
 
 
-def is_healthy(host: str, port: int) -> bool:
-    connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
+def is_healthy(url: str) -> bool:
+    return _get(url, "/health") is not None
 
 
 def is_usable(url: str, key: str) -> bool:
     """False within a weight update, or if one was broken off."""
+    reply = _get(url, PROGRESS, {"Authorization": f"Bearer {key}"})
+    with suppress(ValueError):
+        return reply is not None and parse_json(reply, PROGRESS, dict).get("updating") is False
+    return False
+
+
+def _get(url: str, path: str, headers: Mapping[str, str] | None = None) -> bytes | None:
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
-        connection.request("GET", PROGRESS, headers={"Authorization": f"Bearer {key}"})
+        connection.request("GET", path, headers=headers or {})
         reply = connection.getresponse()
-        return reply.status == 200 and parse_json(reply.read(), PROGRESS, dict).get("updating") is False
-    except (OSError, HTTPException, ValueError):
-        return False
+        return reply.read() if reply.status == 200 else None
+    except (OSError, HTTPException):
+        return None
     finally:
         connection.close()
 

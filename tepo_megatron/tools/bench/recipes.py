@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.tools.results import Report, Table, in_processes
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.storage.hf_folder import write_model
@@ -66,22 +67,7 @@ def make_model(folder: Path, description: Mapping[str, Any], *, std: float = 0.0
 
 
 def random_rollouts(sequences: int, length: int, vocab: int, *, prompt: int = 16, logprob: float = 0.0) -> list[Rollout]:
-    """Every second response is rewarded."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(vocab, (sequences, prompt + length), generator=generator).tolist()
-    return [
-        Rollout(
-            problem_id=f"group {number // GROUP}",
-            group=number // GROUP,
-            prompt_ids=tuple(ids[:prompt]),
-            response_ids=tuple(ids[prompt:]),
-            sampler_logprobs=(logprob,) * length,
-            finish_reason="length",
-            versions=WeightsVersion(0),
-            reward=float(number % 2),
-        )
-        for number, ids in enumerate(tokens)
-    ]
+    return make_rollouts([prompt + length] * sequences, vocab, group=GROUP, prompt=prompt, logprob=logprob)
 
 
 @dataclass(frozen=True)

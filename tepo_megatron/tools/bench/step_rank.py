@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +51,8 @@ class _Ours:
             raise RuntimeError(f"the gradient norm is {result.grad_norm}")
 
 
-def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
+def make_rollouts(lengths: Sequence[int], vocab_size: int, *, group: int, prompt: int, logprob: float = 0.0) -> list[Rollout]:
+    """``lengths`` include prompts. Every second response is rewarded."""
     generator = torch.Generator().manual_seed(1)
     rollouts = []
     for number, length in enumerate(lengths):
@@ -62,7 +63,7 @@ def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: i
                 number // group,
                 tuple(ids[:prompt]),
                 tuple(ids[prompt:]),
-                (0.0,) * (length - prompt),
+                (logprob,) * (length - prompt),
                 "length",
                 WeightsVersion(0),
                 reward=float(number % 2),
@@ -119,7 +120,7 @@ def _main(arguments: dict[str, Any]) -> None:
             methods[name] = _make_method(name, engine)
         if (name, ratio) not in loaded:
             sizes = {name: arguments[name] for name in ("group", "prompt")}
-            rollouts = _make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
+            rollouts = make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
             loaded[name, ratio] = methods[name].load(rollouts)
         print(json.dumps(_step(methods[name], loaded[name, ratio], memory=request["memory"])), file=answers, flush=True)
     engine.close()

@@ -196,15 +196,8 @@ class _World:
             self.prompts, n=_SAMPLES, temperature=sampling.temperature, max_new_tokens=_NEW_TOKENS, seed=self.updates
         )
         rollouts = [
-            Rollout(
-                problem_id=str(group),
-                group=group,
-                prompt_ids=self.prompts[group],
-                response_ids=response.response_ids,
-                sampler_logprobs=response.logprobs,
-                finish_reason=response.finish_reason,
-                versions=response.versions,
-                reward=float(index % 2),
+            Rollout.of(
+                response, problem_id=str(group), group=group, prompt_ids=self.prompts[group], text="", reward=float(index % 2)
             )
             for group, responses in enumerate(groups)
             for index, response in enumerate(responses)
