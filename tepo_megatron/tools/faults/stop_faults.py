@@ -16,7 +16,8 @@ from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, signal_all, w
 from tepo_megatron.tools.faults.workshop import LONG, FaultClass, FaultOutcome, RunEnd, last_step, replay_command
 
 _PATIENCE_S = 300.0
-_SUSPENDED_S = 4.0
+SUSPENDED_S = 4.0
+STOPPED_S = 10.0
 GONE_S = 60.0
 
 
@@ -49,7 +50,7 @@ def _all_stopped(pids: Sequence[int]) -> str:
         return [Process.command_line(item.pid) for item in processes if item.alive and item.state != STOPPED]
 
     with suppress(TimeoutError):
-        wait_until(lambda: not running(), 10.0, "")
+        wait_until(lambda: not running(), STOPPED_S, "")
     return f"{len(others)} of {len(pids)} processes go on: {others[0][:100]}" if (others := running()) else ""
 
 
@@ -59,7 +60,7 @@ def _stop_key(then: str) -> _Act:
         terminal.press(CTRL_Z)
         _wait_code(terminal)  # the shell's, of a stopped job
         wrong = _all_stopped(pids)
-        time.sleep(rng.uniform(0.5, _SUSPENDED_S))
+        time.sleep(rng.uniform(0.5, SUSPENDED_S))
         terminal.press(f"{then}\n")
         _wait_code(terminal, 2)
         return wrong
@@ -88,7 +89,7 @@ def _suspend(times: int) -> _Act:
             pids = terminal.jobs[1:]  # the shell around the run takes no part, as in a job of Slurm
             signal_all(pids, signal.SIGSTOP)
             wrong = wrong or _all_stopped(pids)
-            time.sleep(_SUSPENDED_S)
+            time.sleep(SUSPENDED_S)
             signal_all(pids, signal.SIGCONT)
             time.sleep(rng.uniform(0.0, 0.5))
         code = _wait_code(terminal)

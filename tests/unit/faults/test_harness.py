@@ -230,8 +230,9 @@ def test_a_terminal_has_keys_and_can_be_closed(
 
     monkeypatch.setattr(stop_faults, "replay_command", command)
     monkeypatch.setattr(workshop, "replay", lambda *_, **__: RunEnd(0, ""))
-    if does != "saves":  # what saves ends by itself, however slow the machine is
-        monkeypatch.setattr(stop_faults, "GONE_S", 5.0)
+    if does == "child":  # it neither stops nor ends; the others do, however slow the machine is
+        for name in ("SUSPENDED_S", "STOPPED_S", "GONE_S"):
+            monkeypatch.setattr(stop_faults, name, 0.5)
     faults = run.CLASSES["stops"](cast(Any, SimpleNamespace(folder=tmp_path, long_replay=lambda: tmp_path / "base")))
     outcome = faults.inject(list(stop_faults.STOPS).index(fault), random.Random(0))
     assert outcome.said.startswith(said)
