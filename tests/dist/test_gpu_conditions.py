@@ -48,35 +48,45 @@ def sum_in_fp32(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) 
 
 
 REPEATS = 20
+Seen = dict[bool, list[tuple[float, ...]]]
+"""Whether sums are in fp32 → losses and gradients."""
 
 
-def losses(engine: Any) -> list[tuple[float, ...]]:
+def losses(engine: Any) -> Seen:
     """Loss and gradient of the second update, many times. A sequence is exactly at each bound of clip and mask. Ratios are far
     from 1: in fp32 sums of a few small differences are exact.
     """
+    from tepo_megatron.core.objective import compose, ratio
     from tepo_megatron.core.objective.compose import Objective, build_objective
     from tepo_megatron.core.objective.ratio import over_sequence
 
-    seen: list[tuple[float, ...]] = []
+    seen: Seen = {False: [], True: []}
     right, atomic_sums = Objective.__call__, AtomicSums(engine.ranks.rank)
 
-    def noted(objective: Objective, scores: Any, batch: Any, context: Any) -> Any:
+    def measure(objective: Objective, scores: Any, batch: Any, context: Any) -> Iterator[tuple[float, ...]]:
         output = right(objective, scores, batch, context)
+        values = objective.token_values(scores, batch, context)
+        weight_T = over_sequence(values.mismatch_T, "sequence", values).exp()
+        ratio_R, sign_R = (each[values.mask_T].double() for each in (output.token_values["ratio"], values.advantage_T))
+        clip = {"low": float(1 - ratio_R[sign_R < 0].median()), "high": float(ratio_R[sign_R > 0].median() - 1)}
+        config = objective.config
+        region = config.trust_region.model_copy(update=clip)
+        mask = config.mismatch.model_copy(update={"high": float(weight_T[values.mask_T].max())})
+        at_bounds = build_objective(config.model_copy(update={"trust_region": region, "mismatch": mask}))
+        for _ in range(REPEATS):
+            with atomic_sums:
+                numerator = right(at_bounds, scores, batch, context).numerator
+            (gradient_T,) = torch.autograd.grad(numerator, scores.logprob, retain_graph=True)
+            yield (float(numerator), *gradient_T.tolist())
+
+    def noted(objective: Objective, scores: Any, *args: Any) -> Any:
         if scores.logprob.requires_grad:
-            values = objective.token_values(scores, batch, context)
-            weight_T = over_sequence(values.mismatch_T, "sequence", values).exp()
-            ratio_R, sign_R = (each[values.mask_T].double() for each in (output.token_values["ratio"], values.advantage_T))
-            clip = {"low": float(1 - ratio_R[sign_R < 0].median()), "high": float(ratio_R[sign_R > 0].median() - 1)}
-            config = objective.config
-            region = config.trust_region.model_copy(update=clip)
-            mask = config.mismatch.model_copy(update={"high": float(weight_T[values.mask_T].max())})
-            at_bounds = build_objective(config.model_copy(update={"trust_region": region, "mismatch": mask}))
-            for _ in range(REPEATS):
-                with atomic_sums:
-                    numerator = right(at_bounds, scores, batch, context).numerator
-                (gradient_T,) = torch.autograd.grad(numerator, scores.logprob, retain_graph=True)
-                seen.append((float(numerator), *gradient_T.tolist()))
-        return output
+            seen[False] += measure(objective, scores, *args)
+            with ExitStack() as stack:
+                for module in (ratio, compose):
+                    stack.enter_context(mock.patch.object(module, "sequence_sum", sum_in_fp32))
+                seen[True] += measure(objective, scores, *args)
+        return right(objective, scores, *args)
 
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
     batch = batch.with_(sampler_logprobs_T=batch.old_logprobs_T + 0.1 * torch.arange(batch.num_tokens).sin())
@@ -94,26 +104,21 @@ OBJECTIVES: list[dict[str, Any]] = [
 SPLITS = [Split(tp=2, sp=True), Split(cp=2), Split(tp=4), Split(tp=2, cp=2, sp=True)]
 
 
-def losses_in_turn(rank: int, world: int, split: Split, model: Path, in_fp32: bool) -> list[list[tuple[Any, ...]]]:
-    from tepo_megatron.core.objective import compose, ratio
-
+def losses_in_turn(rank: int, world: int, split: Split, model: Path) -> list[Seen]:
     config = {"model": {"path": str(model)}, "engine": {"parallel": split.parallel}}
     config |= {"optimizer": {"lr": 1e-3, "warmup_steps": 0}, "rollout": {"sampling": {"temperature": 1.0}}}
-    with ExitStack() as stack:
-        for module in (ratio, compose) if in_fp32 else ():
-            stack.enter_context(mock.patch.object(module, "sequence_sum", sum_in_fp32))
-        return [losses(make_engine({**config, "objective": objective})) for objective in OBJECTIVES]
+    return [losses(make_engine({**config, "objective": objective})) for objective in OBJECTIVES]
 
 
 @pytest.mark.parametrize("split", [pytest.param(split, id=split.name) for split in SPLITS])
-@pytest.mark.parametrize("in_fp32", [False, True], ids=["", "reverted"])
-def test_ranks_that_share_a_sequence_take_the_same_decisions(split: Split, in_fp32: bool, tmp_path: Path) -> None:
+def test_ranks_that_share_a_sequence_take_the_same_decisions(split: Split, tmp_path: Path) -> None:
     model = write_llama(tmp_path, scale=0.1, num_key_value_heads=4)
-    for by_rank in zip(*run_dist(split.world, losses_in_turn, split, model, in_fp32), strict=True):
-        outcomes = {outcome for seen in by_rank for outcome in seen}
-        clipped = {tuple(value == 0 for value in outcome[1:]) for outcome in outcomes}
-        assert len(by_rank[0]) == REPEATS
-        assert (len(outcomes) > 1, len(clipped) > 1) == (in_fp32, in_fp32)
+    for by_rank in zip(*run_dist(split.world, losses_in_turn, split, model), strict=True):
+        for in_fp32 in (False, True):
+            outcomes = {outcome for seen in by_rank for outcome in seen[in_fp32]}
+            clipped = {tuple(value == 0 for value in outcome[1:]) for outcome in outcomes}
+            assert len(by_rank[0][in_fp32]) == REPEATS
+            assert (len(outcomes) > 1, len(clipped) > 1) == (in_fp32, in_fp32)
 
 
 class StandIn(TorchFunctionMode):
