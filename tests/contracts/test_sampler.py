@@ -24,6 +24,7 @@ from tepo_megatron.sampler.protocol import (
 )
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
+from tests.contracts import sampler_contract
 from tests.contracts.sampler_contract import (
     CALLS,
     CHECKS,
@@ -165,7 +166,10 @@ class ConsumesNothing(ReferenceSampler):
         (ConsumesNothing, "update_weights_from_tensors: tensors that do not fit"),
     ],
 )
-def test_a_misbehaving_member_is_named(kind: type[ReferenceSampler], check: str, model_dir: Path) -> None:
+def test_a_misbehaving_member_is_named(
+    kind: type[ReferenceSampler], check: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_contract, "ATTEMPTS", 1)  # in this process, no response ends unnoticed
     (name,) = (name for name in CHECKS if name.startswith(check))
     member = name.partition(":")[0]
     with make(kind, model_dir) as sampler, pytest.raises(AssertionError) as error:
