@@ -85,7 +85,6 @@ _BYTES_PER_CHECKPOINT_BYTE = 8
 
 
 def run_checks(config: RunConfig) -> dict[str, Check]:
-    """Returns checks by name, not yet called."""
     from tepo_megatron.run.checks import MODEL, RUN_CHECKS, RunSubject
     from tepo_megatron.run.output.resume import resolve_dtype
     from tepo_megatron.runtime.machine import this_machine

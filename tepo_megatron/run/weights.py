@@ -33,7 +33,10 @@ class WeightPublisher:
         if not self._has_servers:
             return
         if sender is not None:
-            sender.update_as_non_root() if fleet is None else fleet.update_weights_from_shards(version, sender)
+            if fleet is None:
+                sender.update_as_non_root()
+            else:
+                fleet.update_weights_from_shards(version, sender)
             return
         adapters = self._serves_adapters
         tensors = (tensor for _, tensor in (weights.stream_adapters() if adapters else weights.stream()) if tensor is not None)

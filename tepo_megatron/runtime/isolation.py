@@ -93,7 +93,6 @@ def landlock_version() -> int:
 
 
 def _rules(folder: str, scripts: Sequence[str]) -> int | None:
-    """Returns a descriptor of Landlock's rules."""
     version = landlock_version()
     if version == 0:
         return None

@@ -102,7 +102,6 @@ class Process:
 
     @staticmethod
     def wait_channel(pid: int) -> str:
-        """Returns the kernel function of a sleeping process."""
         return _read(pid, "wchan").decode().strip("0")
 
 

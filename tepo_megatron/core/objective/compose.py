@@ -148,7 +148,7 @@ def _check_token_values(values_by_name: Mapping[str, Tensor | None], batch: Batc
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """Returns a loss without state."""
+    """A loss without state."""
     return Objective(config)
 
 

@@ -188,7 +188,6 @@ class _ChatAddress:
         return await asyncio.shield(self._starting)
 
     def open(self, session: AgentSession) -> str:
-        """Returns the episode's key."""
         key = f"tepo-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key

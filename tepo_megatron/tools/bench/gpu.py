@@ -86,7 +86,6 @@ class Gpu:
 
     @classmethod
     def find(cls) -> Gpu | str:
-        """Returns a text if there is none."""
         import torch
 
         if torch.version.cuda is None:

@@ -190,7 +190,6 @@ def _connected(url: str) -> socket.socket:
 
 
 def _send(url: str, data: bytes) -> None:
-    """Returns when the server has answered or hung up."""
     with _connected(url) as client, suppress(OSError):
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)

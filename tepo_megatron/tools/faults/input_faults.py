@@ -186,7 +186,6 @@ class _MalformedConfig:
 
 
 def malformed_config(number: int, random: Random) -> _MalformedConfig:
-    """Kinds take turns."""
     kinds = [*_WHOLE_FILES, *_ONE_VALUE, *_BYTES]
     kind = kinds[number % len(kinds)]
     if kind in _BYTES:

@@ -22,7 +22,6 @@ GONE_S = 60.0
 
 
 def _wait_code(terminal: Terminal, count: int = 1) -> int:
-    """Returns the exit code of the ``count``-th command."""
 
     def codes() -> list[str]:
         return re.findall(r"ended=(\d+)\r?\n", terminal.printed)  # the first is the prompt's before any command

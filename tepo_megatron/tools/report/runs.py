@@ -20,7 +20,6 @@ _IDENTITY = ("seed", "output", "name")
 
 
 def settings_of(section: Mapping[str, Any]) -> dict[str, str]:
-    """Returns path → JSON."""
     return {path: json.dumps(value, ensure_ascii=False, default=str) for path, value in flat(section).items()}
 
 
