@@ -84,7 +84,7 @@ class EnvironmentService:
 
     def serve(self) -> None:
         """Returns after ``stop``."""
-        threading.Thread(target=self._http.serve_forever, name="environment-http", daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), name="environment-http", daemon=True).start()
         try:
             while not self._stopped.is_set():
                 self._work()
@@ -96,6 +96,7 @@ class EnvironmentService:
     def stop(self) -> None:
         """Threads and signal handlers may call it."""
         self._stopped.set()
+        self._inbox.put((_Session(), []))  # wakes an idle service
 
     def _work(self) -> None:
         try:

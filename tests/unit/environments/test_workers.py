@@ -216,7 +216,8 @@ def serving(key: str, **changes: Any) -> Iterator[EnvironmentService]:
         yield service
     finally:
         service.stop()
-        thread.join()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
 
 
 def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> None:
@@ -324,6 +325,12 @@ def play_an_episode(service: EnvironmentService, key_file: Path) -> None:
         while not (answers := host.poll(1.0)):
             continue
         assert answers[0].error is answers[0].lost is None
+
+
+def test_a_server_that_waits_for_calls_is_stopped_at_once(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service._IDLE_S", 2 * TIMEOUT_S)
+    with serving(key_file.read_text(), **GAME) as service:
+        play_an_episode(service, key_file)
 
 
 def connect(url: str, host: str = "127.0.0.1") -> socket.socket:
