@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +20,7 @@ import pytest
 
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
+from tepo_megatron.tools.faults.strangers import content, plain_files
 from tests.support import stranger
 from tests.support.processes import assert_none_names, eventually, family, listeners, unix_sockets
 from tests.support.programs import RUN, TIMEOUT_S, last_step, wait_for_rows
@@ -104,13 +103,13 @@ def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
         assert {each.address for each in listeners(process.pid)} == {"127.0.0.1"}
         (port,) = {each.port for each in listeners(process.pid) if "api_server" in each.program}
         url = f"http://127.0.0.1:{port}"
-        refused = stranger.ask("ask_routes", url, json.dumps([("POST", SAMPLES), ("POST", "/update_weights")]))
+        refused = stranger.ask(stranger.ask_routes, url, [("POST", SAMPLES), ("POST", "/update_weights")])
         assert {status for *_, status in refused} == {401}
         assert models(url, key) == 200
         ports = {each.port for each in listeners(process.pid)}
-        assert stranger.ask("poison_stores", tmp_path / "proof", *ports) == []
+        assert stranger.ask(stranger.poison_stores, tmp_path / "proof", *ports) == []
         environments = [f"/proc/{each.pid}/environ" for each in family(process.pid)]
-        assert stranger.ask("read_files", key_file, *unix_sockets(process.pid), *environments, RUN) == [str(RUN)]
+        assert stranger.ask(stranger.read_files, key_file, *unix_sockets(process.pid), *environments, RUN) == [str(RUN)]
         assert not any(key.encode() in Path(f"/proc/{each.pid}/cmdline").read_bytes() for each in family(process.pid))
         holders = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
         assert holders == [key_file]
@@ -124,7 +123,7 @@ def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
 def test_ports_are_on_the_loopback_address_and_none_is_a_store(run: Run, tmp_path: Path) -> None:
     ports = listeners(run.process.pid)
     assert {each.address for each in ports} == {"127.0.0.1"}
-    assert stranger.ask("poison_stores", tmp_path / "proof", *(each.port for each in ports)) == []
+    assert stranger.ask(stranger.poison_stores, tmp_path / "proof", *(each.port for each in ports)) == []
     assert not (tmp_path / "proof").exists()
 
 
@@ -148,7 +147,7 @@ def test_every_route_of_the_server_asks_for_the_key(run: Run) -> None:
     asked = routes()
     assert {("POST", "/update_weights"), ("POST", "/collective_rpc"), ("POST", "/inference/v1/generate")} < set(asked)
     assert len(asked) > 40
-    for method, path, header, status in stranger.ask("ask_routes", run.url, json.dumps(asked)):
+    for method, path, header, status in stranger.ask(stranger.ask_routes, run.url, asked):
         # it says only whether the engine works; the trainer asks it before it has a reason to send the key
         expected = (200, 405) if path == "/health" else (403,) if method == "WEBSOCKET" else (401,)
         assert status in expected, (method, path, header)
@@ -160,7 +159,7 @@ def test_the_run_goes_on_when_a_stranger_sends_garbage_to_its_ports(run: Run) ->
     numbers = sorted({each.port for each in listeners(run.process.pid)})
     assert numbers
     for _ in range(2):
-        assert sorted(stranger.ask("send_garbage", *numbers)) == numbers
+        assert sorted(stranger.ask(stranger.send_garbage, *numbers)) == numbers
     run.wait_for_steps(2)
 
 
@@ -176,7 +175,7 @@ def test_sockets_and_temporary_files_are_in_a_folder_that_a_stranger_cannot_ente
     assert all(any(Path(path).is_relative_to(folder) for folder in folders) for path in sockets)
     below = [path for folder in folders for path in folder.rglob("*") if not path.is_dir()]
     assert any("vllm_dist" in path.name for path in below)
-    assert stranger.ask("read_files", *below, *sockets, run.private / "attempt-0", RUN) == [str(RUN)]
+    assert stranger.ask(stranger.read_files, *below, *sockets, run.private / "attempt-0", RUN) == [str(RUN)]
 
 
 def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
@@ -184,27 +183,15 @@ def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
         each.path for process in family(run.process.pid) for each in process.memory_maps() if each.path.startswith("/dev/shm/")
     }
     assert mapped, "the workers of one server share some"
-    assert stranger.ask("read_files", *mapped, RUN) == [str(RUN)]
-
-
-def content(path: Path) -> bytes:
-    """Of a file that the run, which goes on, may have removed meanwhile."""
-    with suppress(FileNotFoundError):
-        return path.read_bytes()
-    return b""
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
+    assert stranger.ask(stranger.read_files, *mapped, RUN) == [str(RUN)]
 
 
 def test_the_key_is_in_no_file_and_on_no_command_line(run: Run) -> None:
     key = run.key.encode()
     assert len(key) > 30
-    holders = [path for folder in (run.out, run.private) for path in files_below(folder) if key in content(path)]
+    holders = [path for folder in (run.out, run.private) for path in plain_files(folder) if key in content(path)]
     assert holders == []
     lines = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in family(run.process.pid)]
     assert len(lines) > 5
     assert not any(key in line for line in lines)
-    assert stranger.ask("read_files", *(f"/proc/{process.pid}/environ" for process in family(run.process.pid))) == []
+    assert stranger.ask(stranger.read_files, *(f"/proc/{process.pid}/environ" for process in family(run.process.pid))) == []

@@ -1,34 +1,32 @@
-"""Another user of this machine, uid 65534, who tries what the ports of a run give away. Needs a test that runs as root.
-
-``python -m tests.support.stranger WHAT ARGUMENTS...`` imports what it needs, gives every right up, and prints JSON. It is not
-started as the other user, because the interpreter may lie in a folder that only its owner enters.
-"""
+"""What another user of this machine tries at the ports and files of a run."""
 
 from __future__ import annotations
 
 import base64
 import http.client
-import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-NOBODY = 65534
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
+
+from tepo_megatron.tools.faults.strangers import as_stranger
+from tests.support.programs import TIMEOUT_S
+
+T = TypeVar("T")
 PATIENCE_S = 60.0
 
 
-def ask(what: str, *arguments: object) -> Any:
-    """Starts the stranger and returns what it found out."""
-    command = [sys.executable, "-m", "tests.support.stranger", what, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def ask(work: Callable[..., T], *arguments: object) -> T:
+    """What the other user finds out, as JSON. Needs a test that runs as root."""
+    answer = as_stranger(work, *arguments, limit_s=TIMEOUT_S)
+    assert answer is not None, "the stranger came to no end"
+    return answer
 
 
 class Payload:
@@ -41,12 +39,9 @@ class Payload:
         return open, (self.path, "w")
 
 
-def poison_stores(path: str, *ports: str) -> list[str]:
+def poison_stores(path: Path, *ports: int) -> list[str]:
     """Writes a pickle that makes the file ``path`` over everything in the stores at these ports; returns the keys."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    become_nobody()
-    payload = pickle.dumps(Payload(path))
+    payload = pickle.dumps(Payload(str(path)))
     found = []
     for port in _stores(ports):
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), False)
@@ -57,11 +52,10 @@ def poison_stores(path: str, *ports: str) -> list[str]:
     return found
 
 
-def _stores(ports: Iterable[str]) -> list[int]:
+def _stores(ports: Sequence[int]) -> list[int]:
     """The ports at which a TCPStore listens: it answers a ping. All others have the same few seconds to say nothing."""
-    numbers = [int(port) for port in ports]
     with ThreadPoolExecutor(64) as pool:
-        return [port for port, answers in zip(numbers, pool.map(_is_store, numbers), strict=True) if answers]
+        return [port for port, answers in zip(ports, pool.map(_is_store, ports), strict=True) if answers]
 
 
 def _is_store(port: int) -> bool:
@@ -75,12 +69,11 @@ def _is_store(port: int) -> bool:
         return False
 
 
-def ask_routes(url: str, routes: str) -> list[list[Any]]:
-    """The status of each [method, path] without a key, with a wrong one, with an empty one."""
-    become_nobody()
+def ask_routes(url: str, routes: Iterable[tuple[str, str]]) -> list[list[Any]]:
+    """The status of each (method, path) without a key, with a wrong one, with an empty one."""
     host, _, port = url.removeprefix("http://").partition(":")
     found = []
-    for method, path in json.loads(routes):
+    for method, path in routes:
         for header in (None, "Bearer wrong", "Bearer ", "Basic d3Jvbmc6d3Jvbmc="):
             connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
             headers = {"Content-Type": "application/json"} | ({} if header is None else {"Authorization": header})
@@ -99,11 +92,10 @@ def ask_routes(url: str, routes: str) -> list[list[Any]]:
     return found
 
 
-def send_garbage(*ports: str) -> list[int]:
+def send_garbage(*ports: int) -> list[int]:
     """Sends bytes to every port, several times, and keeps the connections open for a while; returns those that took them."""
-    become_nobody()
     reached = []
-    for port in map(int, ports):
+    for port in ports:
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
                 connection.sendall(b"\x00" * 8 + os.urandom(4096))
@@ -113,10 +105,9 @@ def send_garbage(*ports: str) -> list[int]:
     return reached
 
 
-def read_files(*paths: str) -> list[str]:
+def read_files(*paths: object) -> list[str]:
     """Those of the files and sockets that the stranger can open."""
-    become_nobody()
-    return [path for path in paths if _opens(path)]
+    return [path for path in map(str, paths) if _opens(path)]
 
 
 def _opens(path: str) -> bool:
@@ -130,21 +121,3 @@ def _opens(path: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def become_nobody() -> None:
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
-    os.chdir("/")
-
-
-def main(arguments: Iterable[str]) -> None:
-    what, *rest = arguments
-    "".encode("idna")  # its codec is imported now, while the stranger may still read the interpreter's folder
-    act = {act.__name__: act for act in (poison_stores, ask_routes, send_garbage, read_files)}[what]
-    print(json.dumps(act(*rest)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -91,7 +91,7 @@ def test_the_proof_is_one_torchruns_own_rendezvous_runs_the_strangers_code(start
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "sleeper", up)
     wait_for(process, up)
-    keys = stranger.ask("poison_stores", proof, *ports(process))
+    keys = stranger.ask(stranger.poison_stores, proof, *ports(process))
     assert any(key.startswith("torch.rendezvous.") for key in keys)
     wait_until(proof.exists, TIMEOUT_S, "the proof")
 
@@ -103,9 +103,9 @@ def test_a_stranger_finds_no_store_of_a_run_on_one_machine(start: Any, tmp_path:
     wait_for(parent, tmp_path / "started0", tmp_path / "started1")
     open_ports = listeners(parent.pid)
     assert {each.address for each in open_ports} == {"127.0.0.1"}, "gloo's connections between the ranks, and nothing else"
-    assert stranger.ask("poison_stores", tmp_path / "proof", *ports(parent)) == []
+    assert stranger.ask(stranger.poison_stores, tmp_path / "proof", *ports(parent)) == []
     folder = next(Path(folder) for folder in environment_of_a_rank(parent, rendezvous.FOLDER_VARIABLE))
-    assert stranger.ask("read_files", folder / "attempt-0", __file__) == [__file__]
+    assert stranger.ask(stranger.read_files, folder / "attempt-0", __file__) == [__file__]
     (tmp_path / "end").touch()
     out, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out, err) == (0, "", "")
@@ -170,7 +170,7 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
     everywhere = {each for agent in agents for each in listeners(agent.pid)}
     assert {each.address for each in everywhere} == {"127.0.0.1"}
     assert port in {each.port for each in everywhere}
-    keys = stranger.ask("poison_stores", tmp_path / "proof", *(each.port for each in everywhere))
+    keys = stranger.ask(stranger.poison_stores, tmp_path / "proof", *(each.port for each in everywhere))
     assert "7.0/torchelastic/role_info/0" in keys
     (tmp_path / "end").touch()
     assert [agent.wait(TIMEOUT_S) for agent in agents] == [0, 0]

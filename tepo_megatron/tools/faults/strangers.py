@@ -95,13 +95,13 @@ def _send(payload: bytes, port: int) -> None:
         connection.recv(4096)
 
 
-def _plain_files(folder: Path) -> Iterator[Path]:
+def plain_files(folder: Path) -> Iterator[Path]:
     """Skips files removed meanwhile (``Path.rglob`` would raise)."""
     for parent, _, names in os.walk(folder):
         yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
 
 
-def _content(path: Path) -> bytes:
+def content(path: Path) -> bytes:
     with contextlib.suppress(OSError):
         return path.read_bytes()
     return b""
@@ -113,8 +113,10 @@ def _mode(path: Path) -> int:
     return 0
 
 
-def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
-    """In a fork: another user may not be able to read this Python."""
+def as_stranger(work: Callable[..., T], *arguments: Any, limit_s: float = 120.0) -> T | None:
+    """Returns the result as JSON; None if there was none in time. In a fork: another user may not be able to read this Python.
+    Only root becomes another user.
+    """
 
     def attempt() -> T:
         if os.geteuid() == 0:
@@ -123,7 +125,7 @@ def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
             os.setuid(_NOBODY)
         return work(*arguments)
 
-    return in_fork(attempt, limit_s=120)
+    return in_fork(attempt, limit_s=limit_s)
 
 
 class _Strangers(FaultClass):
@@ -157,13 +159,13 @@ class _Strangers(FaultClass):
     def _route(self, route: str) -> str:
         servers = {port for pid, port in listening(self._pids) if "api_server" in Process.command_line(pid)}
         for port, key in itertools.product(servers, ("", "wrong", "Bearer")):
-            codes = _as_stranger(_request, port, route, key)
+            codes = as_stranger(_request, port, route, key)
             if not codes or any(200 <= code < 300 for code in codes):
                 return f"{route} at port {port} answered {codes} to the key {key!r}"
         return ""
 
     def _send(self, payload: bytes) -> str:
-        _as_stranger(_at_every_port, partial(_send, payload), self._ports())
+        as_stranger(_at_every_port, partial(_send, payload), self._ports())
         return "" if self._next_row() else f"the run ended: {self._run.said()}"
 
     def _next_row(self) -> bool:
@@ -178,7 +180,7 @@ class _Strangers(FaultClass):
 
     def _environments(self) -> str:
         paths = (Path(f"/proc/{pid}/environ") for pid in self._pids if os.geteuid() == 0)  # others may read their own files
-        return next((f"{path} can be read" for path in paths if _as_stranger(lambda path=path: bool(_content(path)))), "")
+        return next((f"{path} can be read" for path in paths if as_stranger(lambda path=path: bool(content(path)))), "")
 
     def _command_lines(self) -> str:
         keys = self._keys()
@@ -186,19 +188,19 @@ class _Strangers(FaultClass):
         return next((f"process {pid} shows it" for pid in holders), "")
 
     def _writable(self) -> str:
-        writable = (path for path in _plain_files(self._run.out) if _mode(path) & 0o002)
+        writable = (path for path in plain_files(self._run.out) if _mode(path) & 0o002)
         return next((f"{path} may be written by others" for path in writable), "")
 
     def _files(self) -> str:
         keys = [key.encode() for key in self._keys()]
-        readable = (path for path in _plain_files(self._run.out) if _mode(path) & 0o077)
-        holders = (path for path in readable if any(key in _content(path) for key in keys))
+        readable = (path for path in plain_files(self._run.out) if _mode(path) & 0o077)
+        holders = (path for path in readable if any(key in content(path) for key in keys))
         return next((f"{path} holds it, with mode {_mode(path):o}" for path in holders), "")
 
     def _stores(self, *, runs_code: bool) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
         proof.unlink(missing_ok=True)
-        written = _as_stranger(_at_every_port, partial(_write_to_store, proof, runs_code), self._ports())
+        written = as_stranger(_at_every_port, partial(_write_to_store, proof, runs_code), self._ports())
         if written is None:
             return "the stranger came to no end at the stores"
         self._next_row()
