@@ -26,7 +26,8 @@ from torch import Tensor
 from scripts.studies.options import study_parser
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Batch, TokenScores
-from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
+from tepo_megatron.tools.bench.recipes import GROUP, llama, make_model
+from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
 
 _HEADS = ("logits", "fused")
@@ -107,8 +108,8 @@ def _measure_head(_: int, setting: _Setting, head: str, model: Path) -> _Figures
     forward, ddp = engine.forward, engine.policy.ddp
 
     def batch_of(tokens: int) -> Batch:
-        length = tokens // _SEQUENCES - 1
-        return engine.batch_from_root(random_rollouts(_SEQUENCES, length, setting.vocab, prompt=1, logprob=-9.0))
+        lengths = [tokens // _SEQUENCES] * _SEQUENCES
+        return engine.batch_from_root(make_rollouts(lengths, setting.vocab, group=GROUP, prompt=1, logprob=-9.0))
 
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         return (scores.logprob.sum() - 0.1 * scores.entropy.sum()) / micro.num_tokens, {}

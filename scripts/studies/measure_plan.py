@@ -25,7 +25,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.plan.time import DIGEST_SECONDS_PER_BYTE, PACK_SECONDS_PER_TOKEN
-from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
+from tepo_megatron.tools.bench.recipes import GROUP, llama, make_model
+from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.tools.results import Report, Table, in_processes
 from tepo_megatron.trainer.packing import pack
 
@@ -77,8 +78,8 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
 
     engine = Engine(config, Path(config.model.path))
-    rollouts = random_rollouts(_SEQUENCES, _TOKENS - 1, _VOCAB, prompt=1, logprob=-6.0) if engine.ranks.rank == 0 else None
-    batch = engine.score(engine.batch_from_root(rollouts))
+    rollouts = make_rollouts([_TOKENS] * _SEQUENCES, _VOCAB, group=GROUP, prompt=1, logprob=-6.0)
+    batch = engine.score(engine.batch_from_root(rollouts if engine.ranks.rank == 0 else None))
     engine.update(batch)
     policy, lora = engine.policy, engine.policy.lora
     model = [param.detach() for param in (*policy.params.values(), *(lora.params.values() if lora else ()))]
@@ -114,7 +115,7 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
 
 
 def _rates() -> Iterator[tuple[str, float, float]]:
-    rollouts, raw = random_rollouts(256, 511, _VOCAB, prompt=1, logprob=-6.0), bytes(2**27)
+    rollouts, raw = make_rollouts([512] * 256, _VOCAB, group=GROUP, prompt=1, logprob=-6.0), bytes(2**27)
     packed = sum(len(item.response_ids) for item in rollouts)
     yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, _best(lambda: pack(rollouts)) / packed * 1e6
     digest = _best(lambda: hashlib.sha256(raw).digest()) / len(raw)

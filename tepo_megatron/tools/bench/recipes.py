@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.tools.results import Report, Table, in_processes
 from tepo_megatron.weights.architecture import model_spec
@@ -64,10 +63,6 @@ def make_model(folder: Path, description: Mapping[str, Any], *, std: float = 0.0
             yield name, tensor.fill_(1) if len(shape) == 1 else tensor.normal_(std=std, generator=generator)
 
     write_model(folder, weights(), source=source, dtype=dtype)
-
-
-def random_rollouts(sequences: int, length: int, vocab: int, *, prompt: int = 16, logprob: float = 0.0) -> list[Rollout]:
-    return make_rollouts([prompt + length] * sequences, vocab, group=GROUP, prompt=prompt, logprob=logprob)
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ def _measure(_: int, setting: RecipeSetting, recipe: str, folder: Path) -> dict[
 
     engine = Engine(setting.run_config(recipe), folder)
     platform = engine.platform.kind
-    rollouts = random_rollouts(setting.sequences, setting.length, engine.spec.vocab_size)
+    rollouts = make_rollouts([16 + setting.length] * setting.sequences, engine.spec.vocab_size, group=GROUP, prompt=16)
     result = RecipeMeasurement(recipe, platform, [], [], [], [], 0)
     for _ in range(setting.steps):
         batch, seconds = _timed(lambda: engine.score(engine.batch_from_root(rollouts)))

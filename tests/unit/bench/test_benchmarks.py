@@ -22,10 +22,11 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tools.bench.divergences import DIVERGENCES, FUSED, PEERS, PRODUCTS, TOP_K, part_of
-from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, random_rollouts
+from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model
 from tepo_megatron.tools.bench.rollouts import RolloutSetting
 from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
 from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepSetting, source_of
+from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
@@ -319,7 +320,7 @@ def test_masks_of_a_recorded_run(tmp_path: Path) -> None:
     make_model(tmp_path / "model", SIZES["tiny"])
     (tmp_path / "model" / "tokenizer.json").touch()  # a model folder without a tokenizer is refused; nothing reads this one
     for step in range(2):
-        write_rollouts(run / "rollouts", step, random_rollouts(8, 20, SIZES["tiny"]["vocab_size"]))
+        write_rollouts(run / "rollouts", step, make_rollouts([36] * 8, SIZES["tiny"]["vocab_size"], group=4, prompt=16))
     document = {
         "name": "two steps",
         "output": str(run),
