@@ -19,8 +19,9 @@ from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tools.faults.run import CLASSES
 from tepo_megatron.tools.faults.workshop import REPLAYED, differences, make_rollouts
 from tests.support.cli import invoke
-from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S, rows, start, wait_for_rows
+from tests.support.launch import run_world
+from tests.support.processes import assert_none_names, eventually
+from tests.support.programs import RUN, TIMEOUT_S, rows, start, wait_for_rows
 
 
 @pytest.mark.faults
@@ -50,6 +51,18 @@ def start_replay(output: Path, rollouts: Path, *settings: str) -> subprocess.Pop
     return start(f"output={output}", f"rollout.replay={rollouts}", *REPLAYED, *settings)
 
 
+def run_replay(output: Path, rollouts: Path, *settings: str) -> str:
+    """Runs two ranks without a launcher and returns what rank 0 printed."""
+    words = (f"output={output}", f"rollout.replay={rollouts}", *REPLAYED, "engine.parallel.tp=2", *settings)
+    run_world("train", 2, RUN, *words)
+    return (output / "printed.txt").read_text()
+
+
+def pid_of(rank: int, output: Path) -> int:
+    (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == rank]
+    return pid
+
+
 def status(output: Path) -> str:
     """In this process: another one may take longer to start than a stopped rank is let live."""
     return invoke("status", output).output
@@ -60,9 +73,7 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     broken = read_rollouts(rollouts, 1)
     broken[5] = replace(broken[5], reward=HUGE)
     write_rollouts(rollouts, 1, broken)
-    process = start_replay(output, rollouts, "train.steps=3", "engine.parallel.tp=2", *OVERFLOWS)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
+    out = run_replay(output, rollouts, "train.steps=3", *OVERFLOWS)
     skips = [row.get("update/skipped") for row in rows(output)]
     assert skips in ([None, 0, 1, 0], [None, 0, 2, 0])  # both samples of the group may be in one mini-batch
     assert rows(output)[2]["lost/skipped"] > 0
@@ -79,23 +90,25 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     assert f"fault    {skips[2]:.0f} optimizer steps skipped" in text
 
 
-@pytest.mark.parametrize(("victim", "saves"), [(0, 2), (1, 0)])
-def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path, victim: int, saves: int) -> None:
-    """Before the first checkpoint, and after some."""
-    rollouts, steps = make_rollouts(tmp_path / "rollouts", 30), 30
-    settings = (f"train.steps={steps}", "engine.parallel.tp=2", f"train.save_every={saves}")
-    quiet = start_replay(tmp_path / "quiet", rollouts, *settings)
-    assert quiet.wait(TIMEOUT_S) == 0
-    output = tmp_path / "out"
-    process = start_replay(output, rollouts, *settings, "train.max_restarts=2")
-    wait_for_rows(process, output, 6)
-    (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == victim]
-    os.kill(pid, signal.SIGKILL)
+def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Rank 1 before the first checkpoint, rank 0 after it."""
+    rollouts, steps, output = make_rollouts(tmp_path / "rollouts", 16), 16, tmp_path / "out"
+    settings = (f"train.steps={steps}", "train.save_every=10")
+    run_replay(tmp_path / "quiet", rollouts, *settings)
+    process = start_replay(output, rollouts, *settings, "engine.parallel.tp=2", "train.max_restarts=2")
+    checkpoint = output / "checkpoints" / "step_000010"
+    wait_for_rows(process, output, 3)
+    os.kill(pid_of(1, output), signal.SIGKILL)
+    assert not checkpoint.exists()
+    assert eventually(lambda: checkpoint.exists() or process.poll() is not None)
+    os.kill(pid_of(0, output), signal.SIGKILL)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
-    assert f"rank {victim} was ended by SIGKILL" in err
-    assert "(restart 1 of at most 2, train.max_restarts)" in err
-    assert ("resumed from" in out) == bool(saves)
+    for restart, victim in enumerate((1, 0), 1):
+        assert f"rank {victim} was ended by SIGKILL" in err
+        assert f"(restart {restart} of at most 2, train.max_restarts)" in err
+    assert out.count("resumed from") == 1
+    assert f"resumed from {checkpoint} at step 10" in out
     assert not differences(output, tmp_path / "quiet")
     assert [row["step"] for row in rows(output)] == list(range(steps + 1))
     assert not list(output.glob("resolved.*.yaml"))
@@ -116,7 +129,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tm
     process = start_replay(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
     try:
         wait_for_rows(process, output, 4)
-        (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == 1]
+        pid = pid_of(1, output)
         os.kill(pid, signal.SIGSTOP)
         text = status(output)
         assert "of 400 done" in text

@@ -1,4 +1,4 @@
-"""One rank of a run, in a world that is there at once: train OVERRIDE… What rank 0 prints is in OUTPUT/printed.txt."""
+"""One rank of a run, in a world that is there at once: train [YAML] OVERRIDE… What rank 0 prints is in OUTPUT/printed.txt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tepo_megatron.run.training import train_model
 
 
 def main() -> None:
-    config = load_run(None, sys.argv[1:])
+    words = sys.argv[1:]
+    file = words.pop(0) if words[0].endswith(".yaml") else None
+    config = load_run(file, words)
     if os.environ["RANK"] == "0":
         config.output.mkdir(parents=True, exist_ok=True)
         printed = os.open(config.output / "printed.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
