@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tests.support.reference_sampler import ReferenceSampler
 
 TINY = Path("examples/tiny/run.yaml")
 SMALL = (
-    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=12"),
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=6"),
     *("train.minibatches=2", "evaluate.every=0", "rollout.record=true", "train.save_every=1"),
 )
 TEPO = ("objective.distill.coefficient=0.5",)
@@ -49,15 +50,34 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Run = Callable[..., list[dict[str, Any]]]
+Whole = Callable[..., tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def start(teacher: Path, few_problems: Path) -> Run:
+    def start(output: Path, place: str, *overrides: str, steps: int = 2) -> list[dict[str, Any]]:
+        settings = [f"teachers.big.path={teacher}", f"teachers.big.place={place}", f"train.steps={steps}"]
+        data = [f"data.train={few_problems}", "data.heldout=null"]
+        return train_on_references(TINY, output, *SMALL, *settings, *data, *overrides)
+
+    return start
 
 
 @pytest.fixture
-def run(teacher: Path, tmp_path: Path) -> Run:
-    def start(name: str, place: str, *overrides: str, steps: int = 2) -> list[dict[str, Any]]:
-        settings = [f"teachers.big.path={teacher}", f"teachers.big.place={place}", f"train.steps={steps}"]
-        return train_on_references(TINY, tmp_path / name, *SMALL, *settings, *overrides)
+def run(start: Run, tmp_path: Path) -> Run:
+    return lambda name, *arguments, **options: start(tmp_path / name, *arguments, **options)
 
-    return start
+
+@pytest.fixture(scope="module")
+def whole(start: Run, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Makes a run that nothing disturbs, once for all tests."""
+
+    @cache
+    def make(place: str, *objective: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, start(folder, place, *objective)
+
+    return make
 
 
 def learnt(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float, float]]:
@@ -70,39 +90,40 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [TEPO, ("objective.preset=on_policy_distill",)], ids=["tepo", "on_policy_distill"])
-def test_a_served_teacher_and_one_on_the_ranks_give_the_same_loss(run: Run, objective: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_served_teacher_and_one_on_the_ranks_give_the_same_loss(
+    run: Run, whole: Whole, objective: tuple[str, ...], tmp_path: Path
+) -> None:
     """Also as a replay of the record, without a server: the same bits."""
-    served, on_ranks = run("served", "server", *objective), run("ranks", "ranks", *objective)
-    for ours, theirs in zip(learnt(served), learnt(on_ranks), strict=True):
+    (served, served_rows), (on_ranks, rows) = whole("server", *objective), whole("ranks", *objective)
+    for ours, theirs in zip(learnt(served_rows), learnt(rows), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
         assert ours[1] > 0
-    rollouts = read_rollouts(tmp_path / "served" / "rollouts", 1)
+    rollouts = read_rollouts(served / "rollouts", 1)
     assert all(rollout.teacher_logprobs is not None for rollout in rollouts)
-    assert all(rollout.teacher_logprobs is None for rollout in read_rollouts(tmp_path / "ranks" / "rollouts", 1))
+    assert all(rollout.teacher_logprobs is None for rollout in read_rollouts(on_ranks / "rollouts", 1))
     with pytest.raises(ValueError, match=r"has no log-probs of teachers\.big, which is served; record it again"):
-        run("mixed", "server", *objective, f"rollout.replay={tmp_path / 'ranks' / 'rollouts'}", "rollout.record=false")
-    for name, place in (("served", "server"), ("ranks", "ranks")):
-        run(f"{name} again", place, *objective, f"rollout.replay={tmp_path / name / 'rollouts'}", "rollout.record=false")
-        assert weights(tmp_path / f"{name} again") == weights(tmp_path / name)
+        run("mixed", "server", *objective, f"rollout.replay={on_ranks / 'rollouts'}", "rollout.record=false")
+    for place, recorded in (("server", served), ("ranks", on_ranks)):
+        run(place, place, *objective, f"rollout.replay={recorded / 'rollouts'}", "rollout.record=false")
+        assert weights(tmp_path / place) == weights(recorded)
 
 
 @pytest.mark.slow
-def test_a_served_teachers_top_k_is_recorded_replayed_and_resumed(run: Run, tmp_path: Path) -> None:
-    whole = run("whole", "server", *TOP_K)
-    assert all(row["distill/divergence"] > 0 and 0 < row["distill/mass"] <= 1 + 1e-6 for row in whole[1:])
-    assert all(0 < row["distill/agreement"] <= 1 for row in whole[1:])
-    rollouts = read_rollouts(tmp_path / "whole" / "rollouts", 1)
+def test_a_served_teachers_top_k_is_recorded_replayed_and_resumed(run: Run, whole: Whole, tmp_path: Path) -> None:
+    folder, rows = whole("server", *TOP_K)
+    assert all(row["distill/divergence"] > 0 and 0 < row["distill/mass"] <= 1 + 1e-6 for row in rows[1:])
+    assert all(0 < row["distill/agreement"] <= 1 for row in rows[1:])
+    rollouts = read_rollouts(folder / "rollouts", 1)
     assert all(r.teacher_top is not None and r.teacher_top.shape == (r.response_ids.size, 3) for r in rollouts)
-    assert read_rollouts(tmp_path / "whole" / "journal", 1) == rollouts
-    replay = (f"rollout.replay={tmp_path / 'whole' / 'rollouts'}", "rollout.record=false")
-    assert learnt(run("replayed", "server", *TOP_K, *replay)) == learnt(whole)
+    assert read_rollouts(folder / "journal", 1) == rollouts
+    replay = (f"rollout.replay={folder / 'rollouts'}", "rollout.record=false")
+    assert learnt(run("replayed", "server", *TOP_K, *replay)) == learnt(rows)
     run("resumed", "server", *TOP_K, steps=1)
     run("resumed", "server", *TOP_K, "train.resume=true")
-    assert weights(tmp_path / "replayed") == weights(tmp_path / "resumed") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "replayed") == weights(tmp_path / "resumed") == weights(folder)
     with pytest.raises(ValueError, match=r"has the top 3 of teachers\.big, .* needs 4; .* or set distill\.k = 3"):
         run("other", "server", *TOP_K, *replay, "objective.distill.k=4")
-    run("sampled", "server", *TEPO)
-    replay = (f"rollout.replay={tmp_path / 'sampled' / 'rollouts'}", "rollout.record=false")
+    replay = (f"rollout.replay={whole('server', *TEPO)[0] / 'rollouts'}", "rollout.record=false")
     with pytest.raises(ValueError, match=r"has no top tokens of teachers\.big, .* needs 3; record it again"):
         run("none", "server", *TOP_K, *replay)
 
@@ -128,15 +149,15 @@ def test_a_group_that_is_drawn_again_has_its_top_tokens(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 def test_a_served_teacher_that_dies_is_started_again(
-    run: Run, schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, whole: Whole, schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     options = ("train.schedule=overlap", "rollout.uncorrected=true") if schedule == "overlap" else ()
-    whole = run("whole", "server", *TEPO, *options)
+    folder, rows = whole("server", *TEPO)
     calls, revived = count(1), []
     score, revive = ReferenceSampler.score, ReferenceSampler.revive
 
     def fail_once(sampler: ReferenceSampler, *args: Any) -> Scores:
-        if next(calls) == 20:
+        if next(calls) == 10:  # of 16: in the second step
             raise ServerDied("planted")
         return score(sampler, *args)
 
@@ -150,20 +171,21 @@ def test_a_served_teacher_that_dies_is_started_again(
     again = run("again", "server", *TEPO, *options)
     assert len(revived) == 1
     judged = [rollout.teacher_logprobs for step in (0, 1) for rollout in read_rollouts(tmp_path / "again" / "rollouts", step)]
-    assert len(judged) == 32
+    assert len(judged) == 16
     assert all(values is not None for values in judged)
     if schedule == "sync":  # ahead of training the order depends on time
-        assert learnt(again) == learnt(whole)
-        assert weights(tmp_path / "again") == weights(tmp_path / "whole")
+        assert learnt(again) == learnt(rows)
+        assert weights(tmp_path / "again") == weights(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["server", "ranks"])
-def test_a_resumed_run_has_the_same_bits_and_knows_its_teacher(run: Run, place: str, teacher: Path, tmp_path: Path) -> None:
-    run("whole", place, *TEPO)
+def test_a_resumed_run_has_the_same_bits_and_knows_its_teacher(
+    run: Run, whole: Whole, place: str, teacher: Path, tmp_path: Path
+) -> None:
     run("resumed", place, *TEPO, steps=1)
     run("resumed", place, *TEPO, "train.resume=true")
-    assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "resumed") == weights(whole(place, *TEPO)[0])
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
     changed = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
@@ -173,9 +195,9 @@ def test_a_resumed_run_has_the_same_bits_and_knows_its_teacher(run: Run, place: 
 
 
 @pytest.mark.slow
-def test_each_source_has_its_own_teacher(teacher: Path, tmp_path: Path) -> None:
+def test_each_source_has_its_own_teacher(teacher: Path, few_problems: Path, tmp_path: Path) -> None:
     """One served, one on the ranks: each response is judged once."""
-    sources = ", ".join(f"{{path: 'builtin:addition', name: {name}, teacher: {name}}}" for name in ("a", "b"))
+    sources = ", ".join(f"{{path: '{few_problems}', name: {name}, teacher: {name}}}" for name in ("a", "b"))
     settings = [f"data.train=[{sources}]", "data.heldout=null", f"teachers.a={{path: {teacher}, place: server}}"]
     rows = train_on_references(
         TINY, tmp_path / "out", *SMALL, *settings, "teachers.b.path=builtin:tiny", *TEPO, "train.steps=2"
