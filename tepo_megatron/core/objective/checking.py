@@ -153,20 +153,16 @@ class ObjectiveChecks:
 
     def acts(self, changed: ObjectiveConfig) -> bool:
         """Returns whether ``changed`` gives other advantages, losses, gradients or metrics."""
-        values = self._outcome(changed)
-        if len(values) != len(self._expected):
-            return True
-        pairs = zip(values, self._expected, strict=True)
-        return any(not torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in pairs)
+        return any(map(_differ, self._outcomes(changed), self._expected))
 
-    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, Iterator[tuple[Any, str]]]]:
-        """Yields fields of ``objective.<slot>``, their values, and the effects of other values.
+    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, Iterator[tuple[Any, Callable[[], str]]]]]:
+        """Yields fields of ``objective.<slot>``, their values, and other values with their effects.
 
-        An effect is "acts", also of a choice that is refused; "refused" of a number; or "nothing".
+        An effect returns "acts", also of a choice that is refused; "refused" of a number; or "nothing".
         """
         for path, node, value in _leaves(section, type(section).model_json_schema()):
             others = (other for other in _other_values(node, value) if other != value)
-            yield ".".join(path), value, ((other, self._effect(slot, section, path, other)) for other in others)
+            yield ".".join(path), value, ((other, partial(self._effect, slot, section, path, other)) for other in others)
 
     def _effect(self, slot: str, section: Section, path: tuple[str, ...], value: Any) -> str:
         try:
@@ -176,19 +172,18 @@ class ObjectiveChecks:
         return "acts" if self.acts(self._config.model_copy(update={slot: other})) else "nothing"
 
     @cached_property
-    def _expected(self) -> list[Tensor]:
-        return self._outcome(self._config)  # within a check: a user's kind may raise
+    def _expected(self) -> list[list[Tensor]]:
+        return list(self._outcomes(self._config))  # within a check: a user's kind may raise
 
-    def _outcome(self, config: ObjectiveConfig) -> list[Tensor]:
-        objective, values = build_objective(config), []
+    def _outcomes(self, config: ObjectiveConfig) -> Iterator[list[Tensor]]:
+        objective = build_objective(config)
         for step in self._telling:
             output = step.with_advantages(objective).output(objective)
             loss, gradients, metrics, extrema = step.summary([output])
             named = {**metrics, **extrema}
-            values += [objective.advantages(step.batch), loss, *gradients, *(named[name] for name in sorted(named))]
             clip_range = None if output.moves is None else next_clip_range(config.trust_region, output.moves, None)
-            values.append(torch.tensor(clip_range or (0.0, 0.0)))
-        return values
+            values = [objective.advantages(step.batch), loss, *gradients, *(named[name] for name in sorted(named))]
+            yield [*values, torch.tensor(clip_range or (0.0, 0.0))]
 
     def _check_acts(self, kind: CustomKind) -> None:
         if not self.acts(self._config.model_copy(update={kind.slot: None})):
@@ -197,13 +192,18 @@ class ObjectiveChecks:
 
     def _check_fields(self, kind: CustomKind) -> None:
         for field, value, effects in self.fields(kind.slot, kind):
-            acts = (effect == "acts" for _, effect in effects)
+            acts = (effect() == "acts" for _, effect in effects)
             first = next(acts, None)  # one value that acts is enough; a user's kind may raise for others
             if first is not None and not (first or any(acts)):
                 raise _ObjectiveError(
                     f"no other value of objective.{kind.slot}.{field} changes anything; it is {json.dumps(value)} here. "
                     "Use the field, or leave it out"
                 )
+
+
+def _differ(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    close = (torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in zip(values, others, strict=False))
+    return len(values) != len(others) or not all(close)
 
 
 def _problem(check: Callable[[], object]) -> str:

@@ -91,8 +91,11 @@ def _check(config: ObjectiveConfig, label: str) -> set[str]:
     conditional = IN_SCORES if getattr(config.trust_region, "is_auto", False) else WITH_AUTO | IN_SCORES
     for name, section in config.sections.items():
         for field, _, tried in probe.fields(name, section):
-            path, outcomes = f"{name}.{field}", list(tried)
+            path, outcomes = f"{name}.{field}", list[tuple[Any, str]]()
             seen.add(path)
+            for other, effect in tried:  # one number that acts is enough
+                if type(other) not in (int, float) or all(outcome != "acts" for _, outcome in outcomes):
+                    outcomes.append((other, effect()))
             silent = [other for other, outcome in outcomes if outcome == "nothing" and type(other) not in (int, float)]
             silent = [] if path in IN_SCORES else silent
             assert not silent, f"{label}: objective.{path} = {json.dumps(silent[0])} does nothing"
