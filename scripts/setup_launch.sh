@@ -16,9 +16,7 @@ fi
 
 stamp=.venv-launch/.tepo-launch
 wanted=$(cat requirements/launch.txt pyproject.toml setup.py scripts/common.sh scripts/setup_launch.sh | cksum)
-if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
-  exit 0
-fi
+exit_if_set_up "$stamp" "$wanted"
 make_venv .venv-launch
 say "installing $(grep -c == requirements/launch.txt) pinned packages (NeMo-Run and what it needs)"
 .venv-launch/bin/python -m pip install -qq --no-deps -r requirements/launch.txt

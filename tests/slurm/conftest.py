@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launcher import launcher, set_up
+from tests.support.launcher import ROOT, launcher
 from tests.support.programs import TIMEOUT_S
 
 CONF = """\
@@ -90,7 +90,9 @@ def no_job_is_left(cluster: Cluster) -> Iterator[None]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.getuid() != 0:
         pytest.skip("slurmd starts jobs as their owner: it needs root")
-    set_up("setup_slurm_test.sh")
+    done = subprocess.run(["bash", ROOT / "scripts/setup_slurm_test.sh"], capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        pytest.skip(f"setup_slurm_test.sh: {done.stderr.strip().splitlines()[-1]}")
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
     daemons: list[subprocess.Popen[bytes]] = []

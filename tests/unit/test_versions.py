@@ -115,6 +115,14 @@ def test_the_lock_of_gpus_resolves() -> None:
     assert check.returncode == 0, check.stderr
 
 
+def test_set_ups_of_one_environment_at_once_install_once(tmp_path: Path) -> None:
+    script = f". {ROOT}/scripts/common.sh; exit_if_set_up venv/stamp wanted; echo installed; sleep 1; echo wanted >venv/stamp"
+    options: Any = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    set_ups = [subprocess.Popen(["bash", "-euc", script], **options) for _ in "12"]
+    assert sorted(set_up.communicate()[0] for set_up in set_ups) == [b"", b"installed\n"]
+    assert [set_up.returncode for set_up in set_ups] == [0, 0]
+
+
 def test_an_image_of_another_version_is_not_built() -> None:
     check = runpy.run_path(str(ROOT / "docker/check_pins.py"))["differences"]
     installed = metadata.version("megatron-core")
