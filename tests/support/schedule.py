@@ -13,7 +13,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 IN_TURN = (
-    ("tests/e2e/test_training_run.py", "tests/e2e/test_examples.py"),
+    ("tests/e2e/test_training_run.py", "tests/e2e/test_examples.py", "tests/e2e/test_executors.py"),
     ("tests/slurm/", "tests/e2e/test_faults.py"),
     ("tests/e2e/", "tests/contracts/test_sampler.py"),
 )
