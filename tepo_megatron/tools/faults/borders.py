@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import socket
 import sys
 import threading
@@ -190,11 +191,13 @@ def _connected(url: str) -> socket.socket:
 
 
 def _send(url: str, data: bytes) -> None:
+    reply = b""
     with _connected(url) as client, suppress(OSError):
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
-        while client.recv(1 << 16):
-            pass
+        while part := client.recv(1 << 16):
+            reply += part
+    assert not re.match(rb"HTTP/1\.\d 50[^1]", reply), reply[:200]
 
 
 @border("environment serve")

@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import example, given, settings
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
@@ -34,7 +33,6 @@ from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
 from tests.support.cli import invoke
 from tests.support.episodes import VOCABULARY, FakeSamples, Letters
-from tests.support.hostile import DEEP, bodies
 from tests.support.programs import TIMEOUT_S
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"
@@ -388,17 +386,6 @@ def trainer(service: EnvironmentService, key_file: Path) -> Iterator[httpx.Clien
 def open_session(trainer: httpx.Client) -> str:
     described = {"name": "guess_number", "adapter": "none", "kwargs": {}}
     return trainer.post("/sessions", json={"environment": described}).json()["session"]
-
-
-@given(body=bodies)
-@example(body=DEEP)
-@example(body=b'{"a":' * 3000)
-@example(body=b"[" * 500 + b"]" * 500)
-@settings(max_examples=40, deadline=None)
-def test_any_body_is_answered(body: bytes, trainer: httpx.Client) -> None:
-    session = open_session(trainer)
-    for path in ("/sessions", f"/sessions/{session}/calls", f"/sessions/{session}/answers"):
-        assert trainer.post(path, content=body).status_code in (200, 400, 409)
 
 
 def test_a_wait_that_is_none_is_refused(trainer: httpx.Client) -> None:
