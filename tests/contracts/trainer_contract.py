@@ -26,7 +26,7 @@ from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 from tests.contracts.naming import naming_members
-from tests.support.dense_scores import dense_logprob_and_entropy
+from tests.support.dense_scores import dense_divergence, dense_logprob_and_entropy
 from tests.support.engines import figures as numbers
 from tests.support.random_models import VOCABULARY, random_family
 
@@ -434,11 +434,9 @@ def asks_the_teachers(make: Make, folder: Path) -> None:
     expected_T = logq_TV.gather(1, batch.labels_T[:, None])[:, 0]
     difference = float((batch.teacher_logprobs_T - expected_T)[batch.loss_mask_T].abs().max())
     require(difference < 2e-5, f"Trainer.score: teacher_logprobs_T are off by {difference:.2g} nats from float64")
-    logm_TV = (0.25 * logq_TV.exp() + 0.75 * logp_TV.exp()).log()
-    parts = (0.25, logq_TV), (0.75, logp_TV)
-    divergence_T = sum(share * (log_TV.exp() * (log_TV - logm_TV)).sum(-1) for share, log_TV in parts)
+    divergence_T = dense_divergence(logp_TV, logq_TV, Divergence("jsd", 0.25))
     total, count = trainer.update(batch).sums["distill/divergence"]
-    expected = float(divergence_T[batch.loss_mask_T].mean())  # type: ignore[index]
+    expected = float(divergence_T[batch.loss_mask_T].mean())
     error = abs(total / count - expected)
     require(error < 2e-5, f"Trainer.update: distill/divergence is off by {error:.2g} nats from float64")
     trainer.close()

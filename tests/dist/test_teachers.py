@@ -16,7 +16,7 @@ from tepo_megatron.core.rollout import TOP_TOKEN, Rollout
 from tepo_megatron.core.types import Batch, Divergence, TeacherTopK
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
-from tests.support.dense_scores import dense_logprob_and_entropy
+from tests.support.dense_scores import dense_divergence, dense_logprob_and_entropy
 from tests.support.engines import Split, Worlds, assert_first_moments, figures, make_engine, save_checkpoint, short_rollouts
 from tests.support.float64 import token_scores
 from tests.support.random_models import random_family
@@ -33,7 +33,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Split):
-    kind: str = "jsd"
+    kind: Any = "jsd"
     teachers: int = 1
     head: str = "fused"
     tokens: int = 64
@@ -163,8 +163,6 @@ def oracle(folder: Path, case: Case) -> tuple[Tensor, float, dict[str, Tensor]]:
     logp_TV, model = _logits(folder / "student", batch, case.temperature)
     with torch.no_grad():
         logq_TV = _of_teacher(batch, case, [_logits(folder / name, batch, case.temperature)[0] for name in ("big", "small")])
-    p_TV, q_TV = logp_TV.exp(), logq_TV.exp()
-    forward_T = (q_TV * (logq_TV - logp_TV)).sum(-1)
     if case.kind == "sampled":
         d_T = (logp_TV - logq_TV).gather(1, batch.labels_T[:, None])[:, 0]
         ratio_T = (logp_TV - logp_TV.detach()).gather(1, batch.labels_T[:, None])[:, 0].exp()
@@ -175,11 +173,8 @@ def oracle(folder: Path, case: Case) -> tuple[Tensor, float, dict[str, Tensor]]:
         scores = dense_logprob_and_entropy(logp_TV, batch.labels_T, teacher=top)
         assert scores.divergence is not None
         value_T = scores.divergence
-    elif case.kind == "jsd":
-        logm_TV = (BETA * q_TV + (1 - BETA) * p_TV).log()
-        value_T = BETA * (q_TV * (logq_TV - logm_TV)).sum(-1) + (1 - BETA) * (p_TV * (logp_TV - logm_TV)).sum(-1)
     else:
-        value_T = forward_T if case.kind == "forward_kl" else (p_TV * (logp_TV - logq_TV)).sum(-1)
+        value_T = dense_divergence(logp_TV, logq_TV, Divergence(case.kind, BETA))
     loss = COEFFICIENT * value_T[batch.loss_mask_T].mean()
     loss.backward()
     logprobs_T = logq_TV.gather(1, batch.labels_T[:, None])[:, 0]
