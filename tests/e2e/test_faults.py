@@ -53,8 +53,7 @@ def start_replay(output: Path, rollouts: Path, *settings: str) -> subprocess.Pop
 
 def run_replay(output: Path, rollouts: Path, *settings: str) -> str:
     """Runs two ranks without a launcher and returns what rank 0 printed."""
-    words = (f"output={output}", f"rollout.replay={rollouts}", *REPLAYED, "engine.parallel.tp=2", *settings)
-    run_world("train", 2, RUN, *words)
+    run_world("train", 2, RUN, f"output={output}", f"rollout.replay={rollouts}", *REPLAYED, "engine.parallel.tp=2", *settings)
     return (output / "printed.txt").read_text()
 
 
@@ -92,11 +91,11 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
 
 def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Rank 1 before the first checkpoint, rank 0 after it."""
-    rollouts, steps, output = make_rollouts(tmp_path / "rollouts", 16), 16, tmp_path / "out"
-    settings = (f"train.steps={steps}", "train.save_every=10")
+    rollouts, steps, output = make_rollouts(tmp_path / "rollouts", 20), 20, tmp_path / "out"
+    settings = (f"train.steps={steps}", "train.save_every=12")
     run_replay(tmp_path / "quiet", rollouts, *settings)
     process = start_replay(output, rollouts, *settings, "engine.parallel.tp=2", "train.max_restarts=2")
-    checkpoint = output / "checkpoints" / "step_000010"
+    checkpoint = output / "checkpoints" / "step_000012"
     wait_for_rows(process, output, 3)
     os.kill(pid_of(1, output), signal.SIGKILL)
     assert not checkpoint.exists()
@@ -108,7 +107,7 @@ def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_
         assert f"rank {victim} was ended by SIGKILL" in err
         assert f"(restart {restart} of at most 2, train.max_restarts)" in err
     assert out.count("resumed from") == 1
-    assert f"resumed from {checkpoint} at step 10" in out
+    assert f"resumed from {checkpoint} at step 12" in out
     assert not differences(output, tmp_path / "quiet")
     assert [row["step"] for row in rows(output)] == list(range(steps + 1))
     assert not list(output.glob("resolved.*.yaml"))

@@ -240,14 +240,3 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     assert (out / "checkpoints" / f"step_{saved:06d}" / "state.json").exists()
     assert all(set(row) >= KEYS for row in rows(out)[1:])
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
-
-
-def test_bad_input_is_one_sentence_and_leaves_no_run(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
-    process = start(f"output={tmp_path / 'out'}", f"data.train={data}")
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode not in (0, None)
-    assert f"{data}:2: " in err
-    assert "Traceback" not in err
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
