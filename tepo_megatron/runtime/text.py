@@ -14,7 +14,7 @@ _MOST_NESTED = 100
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns path → value: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``."""
+    """Turns ``{"a": {"b": 1}}`` into ``{"a.b": 1}``."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         result |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}

@@ -52,7 +52,6 @@ class _Ours:
 
 
 def make_rollouts(lengths: Sequence[int], vocab_size: int, *, group: int, prompt: int, logprob: float = 0.0) -> list[Rollout]:
-    """``lengths`` include prompts."""
     generator = torch.Generator().manual_seed(1)
     rollouts = []
     for number, length in enumerate(lengths):

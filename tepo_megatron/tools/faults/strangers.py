@@ -114,9 +114,7 @@ def _mode(path: Path) -> int:
 
 
 def as_stranger(work: Callable[..., T], *arguments: Any, limit_s: float = 120.0) -> T | None:
-    """Returns the result as JSON; None if there was none in time. In a fork: another user may not be able to read this Python.
-    Only root becomes another user.
-    """
+    """Uses a fork: another user may not read this Python. Returns None after ``limit_s``."""
 
     def attempt() -> T:
         if os.geteuid() == 0:
