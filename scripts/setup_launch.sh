@@ -16,7 +16,9 @@ fi
 
 stamp=.venv-launch/.tepo-launch
 wanted=$(cat requirements/launch.txt pyproject.toml setup.py scripts/common.sh scripts/setup_launch.sh | cksum)
-exit_if_set_up "$stamp" "$wanted"
+if is_set_up "$stamp" "$wanted"; then
+  exit
+fi
 make_venv .venv-launch
 say "installing $(grep -c == requirements/launch.txt) pinned packages (NeMo-Run and what it needs)"
 .venv-launch/bin/python -m pip install -qq --no-deps -r requirements/launch.txt

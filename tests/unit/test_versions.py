@@ -116,7 +116,7 @@ def test_the_lock_of_gpus_resolves() -> None:
 
 
 def test_set_ups_of_one_environment_at_once_install_once(tmp_path: Path) -> None:
-    script = f". {ROOT}/scripts/common.sh; exit_if_set_up venv/stamp wanted; echo installed; sleep 1; echo wanted >venv/stamp"
+    script = f". {ROOT}/scripts/common.sh; is_set_up env/stamp w || {{ echo installed; sleep 1; echo w >env/stamp; }}"
     options: Any = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     set_ups = [subprocess.Popen(["bash", "-euc", script], **options) for _ in "12"]
     assert sorted(set_up.communicate()[0] for set_up in set_ups) == [b"", b"installed\n"]
