@@ -43,8 +43,15 @@ CLAIMS = (
 REGIME = Claim("the regime that the method is for", "area", ("grpo", "dapo"), DIFFERENCE)
 
 
+_HEADS = {
+    "methods": ("question", "figure", "TEPO beside"),
+    "regimes": ("question", "figure", "TEPO beside"),
+    "parts": ("TEPO beside",),
+}
+
+
 class Comparison(NamedTuple):
-    """TEPO beside another setting: where it stands in ``table``."""
+    """TEPO beside another setting. ``table`` is a name in _HEADS, ``row`` has a text for each of its columns."""
 
     claim: Claim
     table: str
@@ -95,11 +102,10 @@ def verdicts(sweeps: Sweeps) -> str:
         row = tables.setdefault(item.table, {}).setdefault(item.row, {})
         row[item.column] = text if alone == verdict else f"{text} (alone: {alone})"
     parts = []
-    for rows in tables.values():
+    for name, rows in tables.items():
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        head = ["question", "figure", "TEPO beside"][-len(next(iter(rows))) :]
         lines = [[*row, *(cells.get(column, "–") for column in columns)] for row, cells in rows.items()]
-        parts.append(markdown([*head, *columns], lines))
+        parts.append(markdown([*_HEADS[name], *columns], lines))
     dropped = [f"{', '.join(item.row[1:])}, {item.column}" for item in everything if not item.result.seeds]
     return "\n".join(parts) + (f"\nDropped, as no run got there: {'; '.join(dropped)}.\n" if dropped else "")
 
