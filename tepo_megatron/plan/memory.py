@@ -154,7 +154,8 @@ class TrainingRanks:
     def micro_batch_tokens(self, longest: int) -> int:
         # a sequence longer than the bound is a micro-batch of its own
         tokens = max(self.config.engine.micro_batch_tokens, longest)
-        return -(-(-(-tokens // self.config.engine.token_multiple) * self.config.engine.token_multiple) // self._parallel.cp)
+        multiple = self.config.engine.token_multiple
+        return -(-(-(-tokens // multiple) * multiple) // self._parallel.cp)
 
     def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
         spec, config, parallel, b = self.spec, self.config, self._parallel, self._element

@@ -20,8 +20,7 @@ _TOLERANCE = 0.01
 """A smaller share of a rank's load is not divided."""
 
 _FORMAT = "tepo-reshard-plan"
-
-_VERSION = 2  # increase with every change of file format or planner
+_VERSION = 2  # increase with every change of the planner
 
 
 class _BoxRequest(NamedTuple):
