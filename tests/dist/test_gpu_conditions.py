@@ -70,7 +70,7 @@ def losses(engine: Any) -> Seen:
         ratio_R, sign_R = (each[values.mask_T].double() for each in (output.token_values["ratio"], values.advantage_T))
         clip = {"low": float(1 - ratio_R[sign_R < 0].median()), "high": float(ratio_R[sign_R > 0].median() - 1)}
         config = objective.config
-        region = config.trust_region.model_copy(update=clip)
+        region = config.trust_region.model_copy(update={"scale": "fixed", **clip})
         mask = config.mismatch.model_copy(update={"high": float(weight_T[values.mask_T].max())})
         at_bounds = build_objective(config.model_copy(update={"trust_region": region, "mismatch": mask}))
         for _ in range(REPEATS):

@@ -91,7 +91,8 @@ def region(name: str, chosen: str, tokens: float = SUM_TOKENS) -> str:
     scale = math.sqrt(SUM_TOKENS / tokens) if method.sequence else 1.0
     low, high = (None if bound is None else float(f"{bound * scale:.3g}") for bound in method.ranges[RANGES.index(chosen)])
     bounds = f"high: {high}" if low is None else f"low: {low}, high: {high}"
-    return f"trust_region: {{kind: {method.kind}, {bounds}}}"
+    fixed = "scale: fixed, " if method.kind == "clip" else ""  # TEPO's own bounds follow the length
+    return f"trust_region: {{kind: {method.kind}, {fixed}{bounds}}}"
 
 
 def settings(name: str, chosen: Chosen, tokens: float = SUM_TOKENS) -> list[str]:

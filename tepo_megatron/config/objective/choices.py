@@ -102,7 +102,7 @@ class ClipCov(_LowHigh):
     """Clips below 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     high: NonNegativeFloat
-    """Clips above 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
+    """Clips above 1 + high: likewise."""
 
     kind: Literal["clip_cov"] = "clip_cov"
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4

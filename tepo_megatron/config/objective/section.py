@@ -55,8 +55,8 @@ class ObjectiveConfig(Section):
     ratio: Ratio = SequenceTokenRatio()
     """Level at which π_θ is compared with π_old. Our interpretation of TEPO: the sequence ratio's token form."""
 
-    trust_region: TrustRegion = Clip(low=3e-4, high=4e-4)
-    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO: GSPO's range."""
+    trust_region: TrustRegion = Clip(scale="length", low=0.026, high=0.035)
+    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO."""
 
     aggregation: Aggregation = TokenMean()
     """How token values become one number: weights and divisor."""
@@ -161,16 +161,16 @@ class ObjectiveConfig(Section):
                     "set objective.ratio.kind = sequence_token or prefix, or objective.trust_region.scale = fixed"
                 )
             for name, value in (("low", region.low), ("high", region.high)):
-                if value != "auto" and not 0.003 <= value <= 0.5:
-                    effect = "hardly anything lies within" if value < 0.003 else "hardly a response reaches it"
-                    advice = f"with scale = length is in units of a token's log-ratio: {effect}; 0.03 is usual"
-                    warnings.warn(f"objective.trust_region.{name} = {value:g} {advice}", stacklevel=2)
+                if value != "auto" and not 0.01 <= value <= 0.15:
+                    effect = "hardly anything lies within" if value < 0.01 else "hardly a response reaches it"
+                    advice = f"is in units of a token's log-ratio: {effect}; 0.03 is usual, or give scale = fixed for 1 ∓ bound"
+                    warnings.warn(f"objective.trust_region.{name} = {value:g} with scale = length {advice}", stacklevel=2)
         elif isinstance(region, Clip | ClipCov):
             widest = max(value for value in (region.low, region.high) if value != "auto")
             advice = f"{with_ratio} with a trust region of {widest:g}"
             if is_mean and widest > 0.05:
                 warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual", stacklevel=2)
-            elif isinstance(ratio, TokenRatio) and widest < 0.01:
+            elif isinstance(ratio, TokenRatio) and widest < 0.05:
                 warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
 
 

@@ -115,7 +115,7 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
 
 def test_a_warning_of_the_configuration_is_a_sentence(run_yaml: Path) -> None:
     result = invoke("config", "show", run_yaml, "objective.trust_region.low=0.2")
-    assert result.stderr.startswith("warning: objective.ratio.kind = 'sequence_token'")
+    assert result.stderr.startswith("warning: objective.trust_region.low = 0.2 with scale = length")
     assert "cli.py" not in result.stderr
 
 

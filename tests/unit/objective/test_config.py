@@ -26,8 +26,8 @@ def test_presets_build_without_a_warning_and_survive_a_round_trip(preset):
 
 
 def test_overrides_are_partial():
-    config = ObjectiveConfig.model_validate({"trust_region": {"high": 5e-4}, "kl_mask": {"falling": "covariance"}})
-    assert config.trust_region == Clip(low=3e-4, high=5e-4)
+    config = ObjectiveConfig.model_validate({"trust_region": {"high": 0.05}, "kl_mask": {"falling": "covariance"}})
+    assert config.trust_region == Clip(scale="length", low=0.026, high=0.05)
     assert config.kl_mask.model_dump() == {**ObjectiveConfig().kl_mask.model_dump(), "falling": "covariance"}
     assert config.ratio == ObjectiveConfig().ratio
     assert ObjectiveConfig(preset="kl_cov", kl_cov={"fraction": 0.1}).kl_cov.estimator == "abs"
@@ -60,7 +60,7 @@ def test_a_reference_model_is_needed_where_a_kl_term_is_against_it(preset, term)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"trust_region": {"low": 1.0}}, "at or below 0"),
+        ({"trust_region": {"scale": "fixed", "low": 1.0}}, "at or below 0"),
         ({"preset": "clip_cov", "trust_region": {"cov_low": 9.0}}, "above cov_high"),
         ({"mismatch": {"kind": "mask", "low": 6.0}}, "must be below mismatch.high"),
         ({"rejection": {"low": 2, "high": 1}}, "rejection.low = 2 must be below rejection.high = 1"),
@@ -79,11 +79,11 @@ def test_impossible_values(given, message):
 
 def test_a_range_that_does_not_belong_to_its_ratio_is_warned_of():
     with pytest.warns(UserWarning, match=r"'sequence_token' with a trust region of 0\.2.*3e-4 is usual"):
+        ObjectiveConfig(trust_region={"scale": "fixed", "low": 0.2})
+    with pytest.warns(UserWarning, match=r"low = 0\.2 with scale = length .*0\.03 is usual, or .*scale = fixed"):
         ObjectiveConfig(trust_region={"low": 0.2})
-    with pytest.warns(UserWarning, match="'sequence' with a trust region"):
-        ObjectiveConfig(preset="gspo", trust_region={"high": 0.06})
     with pytest.warns(UserWarning, match="token ratios leave that range"):
-        ObjectiveConfig(ratio={"kind": "token"})
+        ObjectiveConfig(ratio={"kind": "token"}, trust_region={"scale": "fixed"})
 
 
 def test_the_table_of_presets_needs_no_torch():

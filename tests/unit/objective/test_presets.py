@@ -46,6 +46,10 @@ class _Dense:
     def clip(self, r, low, high):
         return torch.min(r * self.A, r.clamp(1 - low, 1 + high) * self.A)
 
+    def clip_by_length(self, s, low, high):
+        root = self.T.clamp(min=1).sqrt().unsqueeze(1)
+        return torch.min(s * self.A, s.clamp((-low / root).exp(), (high / root).exp()) * self.A)
+
     def clip_logs(self, low, high):
         return torch.where(
             self.A > 0, self.delta.clamp(max=high), torch.where(self.A < 0, self.delta.clamp(min=-low), self.delta)
@@ -64,7 +68,7 @@ class _Dense:
 
 def _tepo(d):
     kl = d.delta.exp() * d.delta - d.delta.exp() + 1
-    return d.token_mean(d.clip(d.s_token, 3e-4, 4e-4) - 1.0 * ((d.A > 0) & (d.dH < 0)) * kl)
+    return d.token_mean(d.clip_by_length(d.s_token, 0.026, 0.035) - 1.0 * ((d.A > 0) & (d.dH < 0)) * kl)
 
 
 def _kl_cov(d):
@@ -129,7 +133,7 @@ FORMULAS = {
     "on_policy_distill": _on_policy_distill,
     **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), _ppo),  # advantages: test_advantage.py
     "tepo": _tepo,
-    "tepo_markov": lambda d: d.token_mean(d.clip(d.s_token, 3e-4, 4e-4)),
+    "tepo_markov": lambda d: d.token_mean(d.clip_by_length(d.s_token, 0.026, 0.035)),
     "grpo": lambda d: d.sequence_mean(d.clip(d.delta.exp(), 0.2, 0.2)),
     "dapo": lambda d: d.token_mean(d.clip(d.delta.exp(), 0.2, 0.28)),
     "gspo": lambda d: d.sequence_mean(d.clip(d.s, 3e-4, 4e-4)),
@@ -199,32 +203,26 @@ def _two_sequences():
     return batch, TokenScores(scores.logprob, torch.tensor([0.9, 1.1, 0.9], dtype=torch.float64))
 
 
-# s_1 = sqrt(1.1 · 1.3) = 1.195826…, above 1.0004; s_2 = 0.7, below 0.9997 with A < 0
+# s_1 = sqrt(1.1 · 1.3) = 1.195826… is above every bound of such a ratio; s_2 = 0.7 is below, with A < 0
 HAND = {
-    "decoupled_ppo": -(1.1 + 1.2 - 0.8) / 3,  # the sampler is π_old; apart from it: test_masks.py
-    "opsm": -((1.1 + 1.2) / 2 - 0.8) / 2,  # the masks take gradients, not values
-    "m2po": -(1.1 + 1.2 - 0.8) / 3,
-    **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), -(1.1 + 1.2 - 0.8) / 3),
-    # min(s A, clip) = 1.0004 twice and −0.9997; KL of the first token 1.1 ln 1.1 − 0.1 = 0.00484120
-    "tepo": -(1.0004 + 1.0004 - 0.9997 - 0.0048412) / 3,
-    "tepo_markov": -(1.0004 + 1.0004 - 0.9997) / 3,
+    "opsm": -((1.1 + 1.2) / 2 - 0.8) / 2,  # the masks of OPSM and M2PO take gradients, not values
+    # (1.1 + 1.2 − 0.8) / 3; decoupled PPO's sampler is π_old, apart from it: test_masks.py
+    **dict.fromkeys(("decoupled_ppo", "m2po", "rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), -0.5),
+    # min(s A, clip) = exp(0.035/√2) twice and −exp(−0.026); KL of the first token 1.1 ln 1.1 − 0.1 = 0.00484120
+    "tepo": -(1.0250576 + 1.0250576 - 0.9743351 - 0.0048412) / 3,
+    "tepo_markov": -(1.0250576 + 1.0250576 - 0.9743351) / 3,
     "grpo": -((1.1 + 1.2) / 2 - 0.8) / 2,
     "dapo": -(1.1 + 1.28 - 0.8) / 3,
-    "gspo": -(1.0004 - 0.9997) / 2,
-    "gspo_token": -(1.0004 - 0.9997) / 2,
+    # of Hölder arithmetic means 1.2 and 0.7
+    **dict.fromkeys(("gspo", "gspo_token", "holder_po"), -(1.0004 - 0.9997) / 2),
     # lengths 2 and 1: (2 · 1.0025 − 1 · 0.998) over 2 sequences
     "luspo": -(2 * 1.0025 - 0.998) / 2,
     # no |ln r| is above 0.4: sqrt(1.43) − 0.7
     "gmpo": -(1.1958261 - 0.7) / 2,
     # ln 1.43 = 0.3577 and ln 0.7 = −0.3567 are bounded: exp(0.03 √2) − exp(−0.03)
     "fspo": -(1.0433392 - 0.9704455) / 2,
-    # arithmetic means 1.2 and 0.7, clipped as GSPO's
-    "holder_po": -(1.0004 - 0.9997) / 2,
     # 4 σ(0.1) = 2.0999167, 4 σ(0.3) = 2.2977701, 4/1.05 · σ(−0.315) = 1.6072212
     "sapo": -((2.0999167 + 2.2977701) / 2 - 1.6072212) / 2,
-    # p moves by 0.05, 0.06, −0.12, and the binary KLs are 0.0050, 0.0099, 0.0333: all tokens count, as for CISPO
-    "dppo_tv": (0.657621 + 1.751196 - 0.891076) / 3,
-    "dppo_kl": (0.657621 + 1.751196 - 0.891076) / 3,
     # advantages 0.5, −1, 2 (see _two_sequences): 0.55 − max(1.3, 0.8) + 2 · 0.7
     "on_policy_distill": -(0.55 - 1.3 + 1.4) / 3,
     # the ratio of the token with A < 0 is below 3
@@ -235,7 +233,8 @@ HAND = {
     # the first token has the highest covariance: |ln 1.1| = 0.0953102
     "kl_cov": -(1.1 + 1.3 - 0.7 - 0.0953102) / 3,
     # r A log π: 1.1 ln 0.55 + 1.3 ln 0.26 − 0.7 ln 0.28 = −0.657621 − 1.751196 + 0.891076
-    "cispo": (0.657621 + 1.751196 - 0.891076) / 3,
+    # for DPPO p moves by 0.05, 0.06, −0.12, and the binary KLs are 0.0050, 0.0099, 0.0333: all tokens count
+    **dict.fromkeys(("cispo", "dppo_tv", "dppo_kl"), (0.657621 + 1.751196 - 0.891076) / 3),
 }
 
 

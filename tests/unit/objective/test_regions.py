@@ -123,7 +123,7 @@ def test_the_power_mean_is_that_of_plain_arithmetic(deltas, p, dtype):
 def test_tepo_without_its_mask_is_luspo_with_another_denominator(rows, seed, spread):
     """With one range: Σ_i T_i · TEPO = S · LUSPO, in value and gradient."""
     batch, scores = make_batch(rows, seed=seed, spread=spread)
-    region = {"low": 2e-3, "high": 2.5e-3}
+    region = {"scale": "fixed", "low": 2e-3, "high": 2.5e-3}
     tepo = whole(build_objective(ObjectiveConfig(preset="tepo", kl_mask=None, trust_region=region)), batch, scores)
     luspo = whole(build_objective(ObjectiveConfig(preset="luspo")), batch, scores)
     sequences = sum(any(row) for row in rows)
@@ -246,7 +246,7 @@ def test_ratios_without_a_spread_give_no_bound():
     ("objective", "train", "sentence"),
     [
         ({"preset": "grpo", "trust_region": {"scale": "length", "low": 0.03}}, {}, "objective.ratio.kind = 'token'"),
-        ({"trust_region": {"low": "auto"}}, {}, "set trust_region.scale = length"),
+        ({"trust_region": {"scale": "fixed", "low": "auto"}}, {}, "set trust_region.scale = length"),
         ({"trust_region": {"scale": "length", "share": 0.1}}, {}, "set low or high = auto, or leave share out"),
         ({"trust_region": {"scale": "length", "low": "auto", "share": 0.5}}, {}, "less than 0.5"),
         ({"trust_region": {"scale": "length", "low": "auto", "share": 0}}, {}, "greater than 0"),

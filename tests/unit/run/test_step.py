@@ -209,6 +209,7 @@ def test_bounds_below_the_noise_are_named(given: dict[str, Any], row: dict[str, 
     assert all(name in sentence for name, sentence in zip(named, said, strict=True))
 
 
+FIXED = {"scale": "fixed", "low": 3e-4, "high": 4e-4}
 LENGTH = {"scale": "length", "low": 0.03, "high": 0.03}
 AUTO = {"scale": "length", "low": "auto", "high": "auto"}
 
@@ -222,7 +223,7 @@ def sentences(region: dict[str, Any], share: float, *, sigma: float = 0.02, step
     return [(step, text) for step, row in enumerate(rows, start=1) if (text := watch.clip(row, [update, update]))]
 
 
-@pytest.mark.parametrize("region", [{"low": 3e-4}, LENGTH, AUTO])
+@pytest.mark.parametrize("region", [FIXED, LENGTH, AUTO])
 def test_a_clip_that_takes_more_than_a_quarter_is_reported_once_with_the_range_for_a_tenth(region: dict[str, Any]) -> None:
     ((step, text),) = sentences(region, 0.26)
     assert step == 5
@@ -239,5 +240,5 @@ def test_bounds_that_do_nothing_are_reported() -> None:
     assert unreached.startswith("no response has reached the clip range")
     ((_, initial),) = sentences(AUTO, 0.0, sigma=0.0)
     assert "set a higher optimizer.lr" in initial
-    assert not sentences({"low": 3e-4}, 0.0)
+    assert not sentences(FIXED, 0.0)
     assert not sentences(LENGTH, 0.0, sigma=0.0)
