@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_496,
     "tests, lines": 43_501,
-    "docs and docstrings, words": 108_195,
+    "docs and docstrings, words": 108_222,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,
