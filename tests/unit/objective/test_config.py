@@ -80,8 +80,8 @@ def test_impossible_values(given, message):
 def test_a_range_that_does_not_belong_to_its_ratio_is_warned_of():
     with pytest.warns(UserWarning, match=r"'sequence_token' with a trust region of 0\.2.*3e-4 is usual"):
         ObjectiveConfig(trust_region={"scale": "fixed", "low": 0.2})
-    with pytest.warns(UserWarning, match=r"low = 0\.2 with scale = length .*0\.03 is usual, or .*scale = fixed"):
-        ObjectiveConfig(trust_region={"low": 0.2})
+    with pytest.warns(UserWarning, match="'sequence' with a trust region"):
+        ObjectiveConfig(preset="gspo", trust_region={"high": 0.06})
     with pytest.warns(UserWarning, match="token ratios leave that range"):
         ObjectiveConfig(ratio={"kind": "token"}, trust_region={"scale": "fixed"})
 
