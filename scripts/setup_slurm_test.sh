@@ -8,9 +8,9 @@ fail() {
   exit 1
 }
 
-if command -v slurmctld slurmd sbatch munged >/dev/null; then
-  exit 0
-fi
+missing=0
+for program in slurmctld slurmd sbatch munged; do command -v "$program" >/dev/null || missing=1; done
+[[ $missing == 1 ]] || exit 0
 [[ $(id -u) == 0 ]] || fail "slurm-wlm and munge are not installed, and installing them needs root"
 command -v apt-get >/dev/null || fail "slurm-wlm and munge are not installed, and there is no apt-get to install them with"
 export DEBIAN_FRONTEND=noninteractive
