@@ -41,13 +41,14 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, as_json
         print_json(as_records(columns, rows))
         return
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left")
+        table.add_column(escape(name), justify="right" if number else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     show(table)
 
 

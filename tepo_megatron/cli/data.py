@@ -76,13 +76,11 @@ def _show_command(
     if as_json:
         print_json({"sources": summaries, "prompts": rows})
         return
-    from rich.markup import escape
-
     lines = []
     for item in summaries:
         share, tokens = "" if item["share"] is None else f"{item['share']:.3g}", item["tokens"]
         counts = [str(count) for count in (item["problems"], item["used"], item["problems"] - item["used"])]
-        lines.append([escape(item["source"]), share, *counts, str(tokens["min"]), f"{tokens['mean']:.1f}", str(tokens["max"])])
+        lines.append([item["source"], share, *counts, str(tokens["min"]), f"{tokens['mean']:.1f}", str(tokens["max"])])
     show_table(["source", "share", "problems", "used", "left out", "tokens: least", "mean", "most"], lines)
     for notice in (notice for item in result for notice in item.notices):
         echo(notice)
@@ -248,10 +246,8 @@ def _figure(value: float | None) -> str:
 
 
 def _short(text: str, most: int) -> str:
-    from rich.markup import escape
-
     line = " ".join(text.split())
-    return escape(line if len(line) <= most else f"{line[: most - 1]}…")
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 environment_app = typer.Typer()

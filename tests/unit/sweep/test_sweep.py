@@ -30,6 +30,7 @@ from tepo_megatron.tools.sweep import (
     seconds_left,
     shard,
 )
+from tests.support.cli import invoke
 from tests.support.programs import TIMEOUT_S
 
 EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
@@ -55,6 +56,13 @@ def test_every_choice_that_is_not_left_out_meets_every_seed_and_the_runs_have_th
     axes = {**AXES, "lr": {"low": "optimizer.lr=1e-5", "high": "optimizer.lr=1e-4"}}
     sweep = read_sweep(write(tmp_path, axes=axes, leave_out=[{"objective": "grpo", "lr": "high"}]))
     assert [run.name for run in runs_of(sweep)] == ["tepo-low-seed0", "tepo-high-seed0", "grpo-low-seed0"]
+
+
+def test_settings_are_shown_as_they_are_written(tmp_path: Path) -> None:
+    layers, name = "data.filter=[unique]", "name='[red]'"
+    path = write(tmp_path, axes={"a": {"both": [layers, name]}})
+    shown = invoke("sweep", path, "--dry-run", env={"COLUMNS": "200"}).output
+    assert f"{layers} {name}" in shown
 
 
 @given(count=st.integers(1, 40), parts=st.integers(1, 9))
