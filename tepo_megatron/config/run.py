@@ -194,7 +194,8 @@ def _cluster_faults(run: RunConfig) -> Iterator[str]:
         return
     if cluster.skypilot is not None and cluster.skypilot.gpus is None:
         yield f"{name} needs the name of the GPU; set cluster.skypilot.gpus, such as H100"
-    gpus = run.engine.parallel.world_size + server.tp * server.count
+    teachers = sum(teacher.local_workers for teacher in run.teachers.values())
+    gpus = run.engine.parallel.world_size + server.tp * server.count + teachers
     if cluster.is_one_machine and cluster.rollout_nodes and gpus > cluster.gpus_per_node:
         yield (
             f"{name} and cluster.gpus_per_node = {cluster.gpus_per_node}, but ranks and workers of servers need {gpus}; "

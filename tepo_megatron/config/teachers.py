@@ -35,6 +35,12 @@ class TeacherConfig(Section):
     def served(self) -> ServerConfig:
         return ServerConfig() if self.server is None else self.server
 
+    @property
+    def local_workers(self) -> int:
+        """The GPUs that its servers take of the trainer's first machine."""
+        is_local = self.place == "server" and self.served.placement == "local"
+        return self.served.tp * self.served.count if is_local else 0
+
     def _faults(self) -> Iterator[str]:
         if self.place == "ranks" and self.server is not None:
             yield "server is for a teacher with place = server; set that, or leave server out"

@@ -56,8 +56,7 @@ class Placement:
         for name, teacher in self.config.teachers.items():
             if teacher.place == "server":
                 result[name] = first
-                local = teacher.served.placement == "local" and self.on_gpus
-                first += teacher.served.tp * teacher.served.count if local else 0
+                first += teacher.local_workers if self.on_gpus else 0
         return result
 
     @property
@@ -103,9 +102,9 @@ class Placement:
         if server.placement == "colocated":
             self._check_colocated()
         for name, first in self.teacher_gpus.items():
-            served = self.config.teachers[name].served
-            last = first + served.tp * served.count
-            if self.on_gpus and served.placement == "local" and last > machine.gpus:
+            workers = self.config.teachers[name].local_workers
+            last = first + workers
+            if self.on_gpus and workers and last > machine.gpus:
                 raise ValueError(
                     f"teachers.{name} is served on GPUs {first} to {last - 1}, and this machine has {machine.gpus}; serve it "
                     f"elsewhere (teachers.{name}.server.placement = external), or set place = ranks"

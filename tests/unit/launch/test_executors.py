@@ -87,6 +87,11 @@ def test_roles_of_one_machine_have_gpus_of_their_own() -> None:
     for name in ("local", "docker"):
         arguments = _arguments(config_of(name, *settings), JOB)
         assert [arguments[role]["env_vars"]["CUDA_VISIBLE_DEVICES"] for role in ("train", "serve")] == ["0,1,2,3", "4,5,6,7"]
+    teacher = ["teachers.a={path: m, place: server, server: {tp: 2}}", "objective.preset=on_policy_distill"]
+    with pytest.raises(ValueError, match="gpus_per_node = 8, but ranks and workers of servers need 10"):
+        config_of("local", *settings, *teacher)
+    arguments = _arguments(config_of("local", *settings, *teacher, "rollout.server.count=1"), JOB)
+    assert arguments["train"]["env_vars"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,6,7"  # the teacher's after its own
     alone = config_of("local", *settings, "cluster.rollout_nodes=0")
     assert _arguments(alone, JOB) == {"train": {"env_vars": {}}}
 

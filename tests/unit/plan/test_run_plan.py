@@ -342,6 +342,12 @@ def run(nodes: int, parallel: dict[str, int], rollout_nodes: int = 1, **server: 
     return RunConfig.model_validate({"cluster": cluster, "engine": {"parallel": parallel}, "rollout": rollout})
 
 
+def taught(rollout_nodes: int, **server: Any) -> RunConfig:
+    values = run(1, {"tp": 2}, rollout_nodes).model_dump(exclude_unset=True)
+    teacher = {"path": "m", "place": "server", "server": server}
+    return RunConfig.model_validate({**values, "teachers": {"a": teacher}, "objective": {"preset": "on_policy_distill"}})
+
+
 def colocated(nodes: int, rollout_nodes: int, servers: int) -> RunConfig:
     return run(nodes, {"tp": 2, "dp": 2 * nodes}, rollout_nodes, count=servers, tp=2, placement="colocated")
 
@@ -373,6 +379,9 @@ def test_nodes_pass_if_the_ranks_fill_them_and_otherwise_the_mend_does(nodes: in
 def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpus() -> None:
     check_placement(run(1, {"tp": 2}, rollout_nodes=0, count=2))
     check_placement(colocated(1, 0, 2))
+    check_placement(taught(0))
+    check_placement(taught(1, tp=2))
+    check_placement(taught(0, count=2, placement="external", registry="/r"))
 
 
 @pytest.mark.parametrize(
@@ -386,6 +395,8 @@ def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpu
         (colocated(1, 0, 3), r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"),
         (colocated(1, 1, 1), "train_nodes = 1 and rollout_nodes = 1; set them to 1 and 0"),
         (colocated(2, 0, 1), "train_nodes = 2 and rollout_nodes = 0; set them to 1 and 0"),
+        (taught(0, tp=2), "teachers take 2 GPUs of the first training node, and 1 are left there; serve them elsewhere"),
+        (taught(1, count=3), "teachers take 3 GPUs of the first training node, and 2 are left there"),
     ],
 )
 def test_ranks_or_servers_that_do_not_fit_the_cluster_are_refused(config: RunConfig, message: str) -> None:
