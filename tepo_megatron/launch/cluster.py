@@ -53,13 +53,15 @@ class ClusterRun:
 
     def _check_files(self) -> None:
         config, missing = self.config, f"does not exist on {self._where}"
-        model = config.model.path
+        models = {"model.path": config.model.path}
+        models |= {f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()}
         needed = [
             (
                 f"{model}/config.json",
-                f"model.path = {model} has no config.json on {self._where}; give a Hugging Face folder that every node can "
+                f"{field} = {model} has no config.json on {self._where}; give a Hugging Face folder that every node can "
                 "read ('hf download NAME --local-dir FOLDER' makes one)",
             )
+            for field, model in models.items()
         ]
         for paths, kind in ((config.data.paths, "a file or folder"), (config.evaluate.paths, "a file")):
             needed += [(file, f"{field} = {file} {missing}; give {kind} there") for field, file in paths.items()]
@@ -159,7 +161,7 @@ class ClusterRun:
             raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
 
     def log_pattern(self, role: str, rank: int | None) -> str:
-        logs, saved = self.config.output / "logs", self._saved_job()
+        logs, saved = shlex.quote(str(self.config.output / "logs")), self._saved_job()
         job = saved["job"]
         if rank is not None:
             node, local = divmod(rank, saved["ranks_per_node"])

@@ -51,7 +51,7 @@ def on_nodes(config: RunConfig) -> RunConfig:
 def _check_reachable(config: RunConfig) -> None:
     def check(field: str, path: str) -> str:
         if path.startswith(HUB):
-            command = download_command(path, "model" if field == "model.path" else "dataset")
+            command = download_command(path, "dataset" if field.startswith(("data.", "evaluate.")) else "model")
             raise ValueError(
                 f"{field} = {path}: the nodes of a job download nothing; run '{command}' on a disk that all of them see, and "
                 "name the folder"
@@ -88,18 +88,18 @@ class Job:
 
     @property
     def mounts(self) -> list[str]:
-        folders = {str(self.config.output), self.config.model.path}
-        adapters = self.config.model.lora and self.config.model.lora.path
-        speculative = self.config.rollout.server.speculative
-        optional = (self.config.model.shards, adapters, self.config.rollout.replay, speculative and speculative.draft_model)
-        folders |= {str(folder) for folder in optional if folder is not None}
-        files = [*self.config.data.paths.values(), *self.config.evaluate.paths.values()]
-        if self.config.environment is not None and self.config.environment.key_file is not None:
-            files.append(str(self.config.environment.key_file))
-        # custom code can import its neighbours
-        files += [*self.custom_code_files.values(), *(name for name in self.config.objective.plugins if name.startswith("/"))]
-        folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
-        local = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
+        """Every path of the run; of a file its folder, as custom code can import its neighbours."""
+        plugins = (name for name in self.config.objective.plugins if name.startswith("/"))
+        folders = {PurePosixPath(name).parent for name in plugins}
+
+        def note(field: str, path: str) -> str:
+            if field != "cluster.ssh_identity" and not path.startswith(BUILTIN):
+                is_file = field.startswith(("data.", "evaluate.")) or field.endswith("key_file") or path.endswith(".py")
+                folders.add(PurePosixPath(path).parent if is_file else PurePosixPath(path))
+            return path
+
+        with_paths(self.config, note)
+        local = sorted(f"{folder}:{folder}" for folder in folders if self.config.output not in folder.parents)
         return list(dict.fromkeys([*local, *self.config.cluster.mounts]))
 
     @property

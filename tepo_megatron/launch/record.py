@@ -37,7 +37,8 @@ def _git_state(folder: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    packages = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
+    installed = ((found.metadata["Name"], found) for found in metadata.distributions())
+    packages = {name: found.version for name, found in installed if name}  # an interrupted pip leaves folders without one
     return {
         "host": platform.node(),
         "platform": platform.platform(),

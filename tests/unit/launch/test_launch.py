@@ -140,6 +140,22 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert f"{Path.cwd()}/lora:{Path.cwd()}/lora" in Job(job("model.lora.path=lora", "output=/o")).mounts
 
 
+OTHER_PATHS = {
+    "teachers.a.path": "/t/teacher",
+    "objective.preset": "on_policy_distill",
+    "train.resume": "true",
+    "train.resume_from": "/e/checkpoints/step_000007",
+    "environment": "{name: guess_number, key_file: /k/key}",
+    "cluster.ssh_identity": "/home/me/.ssh/key",
+}
+
+
+def test_every_path_of_the_run_is_mounted() -> None:
+    config = job("output=/o", "cluster.rollout_nodes=0", *(f"{field}={value}" for field, value in OTHER_PATHS.items()))
+    folders = ("/e/checkpoints/step_000007", "/k", "/o", "/t/teacher")
+    assert Job(config).mounts == [f"{folder}:{folder}" for folder in folders]
+
+
 OWN_CODE = {
     "reward.verifier": "r/score.py:f",
     "data.filter": "[unique,c/choose.py:f]",
@@ -172,12 +188,17 @@ def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, mon
         ClusterRun(job(f"output={tmp_path}/new", "reward.verifier=r/score.py:f"), Shell()).check()
 
 
+DISTILLED = "objective.preset=on_policy_distill"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["cluster.ssh=me@login", "output=out/x"], "output = 'out/x' is relative, but with cluster.ssh"),
         (["cluster.ssh=me@login", "output=/o", "data.order=c/choose.py:g"], "data.order = 'c/choose.py' is relative, but with"),
         (["output=/shared/my out"], "has a space in it"),
+        (["output=/o", "teachers.a.path=hub:a/b", DISTILLED], r"teachers.a.path = hub:a/b: .* run 'hf download a/b --local-dir"),
+        (["output=/o", "data.train=hub:a/b"], "run 'hf download a/b --repo-type dataset"),
     ],
 )
 def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], message: str) -> None:
@@ -189,6 +210,7 @@ def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], messag
     ("overrides", "message"),
     [
         (["model.path=/nowhere"], "model.path = /nowhere has no config.json on this machine"),
+        (["teachers.a.path=/nowhere", DISTILLED, "model.path={model}"], "teachers.a.path = /nowhere has no config.json on this"),
         (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
         (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
         (["train.resume=true"], "has no finished checkpoint"),
@@ -201,7 +223,8 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     used = tmp_path / "used"
     used.mkdir()
     (used / "metrics.jsonl").write_text('{"step": 0, "lr": 1}\n{"step": 1}\n')
-    config = job(f"output={tmp_path}/new", *(override.format(used=used) for override in overrides))
+    (used / "config.json").touch()
+    config = job(f"output={tmp_path}/new", *(override.format(used=used, model=used) for override in overrides))
     with pytest.raises(ValueError, match=message) as caught:
         ClusterRun(config, Shell()).check()
     assert "\n" not in str(caught.value)
@@ -291,16 +314,21 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
 
 
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
-    config = job(f"output={tmp_path}/out", "name='a: b, # c'")
+    config = job(f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
+    output = config.output
     run = ClusterRun(config, Shell())
     with pytest.raises(ValueError, match="no job was submitted"):
         run.newest_job  # noqa: B018
     run.upload({"train.sh": "true\n"}, {"git": {}})
     run.save_job("42")
     assert run.newest_job == "42"
-    assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
-    assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
+    assert (output / "launch" / "train.sh").read_text() == "true\n"
+    assert load_run(output / "launch" / "run.yaml") == load_run(output / "resolved.yaml") == config
     assert run.log_pattern("train", 5).endswith("ranks/42.*/node-2/*/attempt_*/1/std*.log")
+    log = output / "logs" / "train-42.0-node1.log"
+    log.parent.mkdir(exist_ok=True)
+    log.touch()
+    assert bash(f"ls -d {run.log_pattern('train', None)}").stdout.split() == [str(log)]
 
 
 def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
@@ -314,6 +342,12 @@ def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
     assert len(found["commit"]) == 40
     assert found["status"] == [" M file"]
     assert "+two" in found["diff"]
+
+
+def test_the_record_leaves_out_what_an_interrupted_installation_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "pytest" in submission([], tmp_path)["launcher"]["packages"]
 
 
 def test_a_gpu_job_without_transformer_engine_ends_with_one_sentence(tmp_path: Path) -> None:
