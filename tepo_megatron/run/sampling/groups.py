@@ -181,6 +181,7 @@ class GroupBuffer:
             self._before, self._batch = None, (-1, [])
             self._forget_counts()
             self.generation += 1
+            self.version = None  # the servers' weights are undone: no room for groups until others are published
             self.changed.notify_all()
 
     def groups_of(self, problem_ids: Sequence[str]) -> list[Group]:

@@ -117,6 +117,18 @@ def test_no_more_is_sampled_than_the_run_will_train_on(make: Any) -> None:
     assert len(run.servers.asked) == 2 * B
 
 
+def test_nothing_is_sampled_with_weights_that_are_undone(make: Any) -> None:
+    run = make(steps=100)
+    collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
+    run.trained()
+    asked = len(run.asked(3 * B))
+    run.schedule.go_back()
+    time.sleep(0.5)  # in which a worker would have claimed more
+    assert len(run.servers.asked) == asked
+    run.trained(-1)
+    assert len(run.asked(asked + B)) == asked + B
+
+
 @pytest.mark.parametrize("stale", ["drop", "keep"])
 def test_what_is_too_old_when_its_turn_comes_is_dropped_and_counted_unless_the_config_keeps_it(stale: str, make: Any) -> None:
     run = make(1, steps=100, stale=stale)
