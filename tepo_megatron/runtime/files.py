@@ -39,12 +39,12 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
             partial.unlink()
         raise
     if sync:
-        sync_folder(path.parent)
+        sync_to_disk(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Names in the folder then survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Names in the folder, or a file's content, then survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tepo_megatron.runtime.files import partial_path
+from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
@@ -61,7 +61,7 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
 def write_model(
     out: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """One process calls. Replaces ``out`` atomically. Raises RuntimeError if a file cannot be written."""
+    """One process calls; whenever it ends, ``out`` is whole or not there. Raises RuntimeError if a file cannot be written."""
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
         cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)
@@ -117,12 +117,18 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        for path in (*partial.iterdir(), partial):
+            sync_to_disk(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    replaced = out.with_name(out.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if out.exists():
-        shutil.rmtree(out)
+        out.rename(replaced)
     partial.rename(out)
+    sync_to_disk(out.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @dataclass(frozen=True)

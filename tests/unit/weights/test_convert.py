@@ -397,3 +397,24 @@ def test_a_model_that_cannot_be_written_leaves_what_was_there_and_nothing_half_w
         write_model(out, broken(), source=model, dtype=torch.float32)
     assert_same(out, model)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_kill_while_the_old_model_is_removed_leaves_the_new_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(folder: Path, *, ignore_errors: bool = False) -> None:
+        if (folder / "config.json").exists():
+            (folder / "config.json").unlink()
+            raise Killed
+
+    out, tensors = shutil.copytree(model, tmp_path / "out"), all_tensors(model)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("tepo_megatron.weights.storage.hf_folder.shutil.rmtree", killed)
+        write_model(out, tensors.items(), source=model, dtype=torch.float32)
+    assert (out / "config.json").exists()
+    assert_same(out, model)
+    write_model(out, tensors.items(), source=model, dtype=torch.float32)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.runtime.files import partial_path, sync_folder
+from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
 from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, broadcast_json
 from tepo_megatron.trainer.megatron.policy import Policy
@@ -144,10 +144,10 @@ class _Saving:
         record = FileRecord.write(partial / STATE, text)
         CheckpointManifest.write(partial, self.step, {**files, STATE: record})
         for synced in (partial / SHARDS, partial):
-            sync_folder(synced)
+            sync_to_disk(synced)
         replaced = set_aside(out, "abandoned") if out.exists() else None
         partial.rename(out)
-        sync_folder(out.parent)
+        sync_to_disk(out.parent)
         if replaced is not None:
             shutil.rmtree(replaced)
 
