@@ -186,6 +186,7 @@ class Loop:
         folder, background = self.config.output / "checkpoints", self.saves_beside_training
         state = self.on_root(lambda rank0: rank0.state()) or {}
         self.engine.checkpoints.begin(folder, step=self.step, state=state, background=background)
+        self.stopping.began_save()
         if not background:
             self.finish_save()
 

@@ -34,6 +34,10 @@ class Stopping:
         yield
         self.seconds["update"] = time.monotonic() - start
 
+    def began_save(self) -> None:
+        """A save that is written beside training counts from its begin."""
+        self._saved_at = time.monotonic()
+
     def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
         self.saved_step, self._saved_at = step, time.monotonic()
         self.seconds["save"] = stage_s + write_s

@@ -86,6 +86,10 @@ def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.Monkey
             assert stopping.seconds["save"] == 3.0
             assert not stopping.at_risk(step)
     assert seen == [False, False, True] * 2 + [False, False]
+    now[0] += 60.0
+    assert stopping.save_is_due(3)
+    stopping.began_save()
+    assert not stopping.save_is_due(3)  # it is written beside training
     assert stopping.at_risk(8) == "steps 7 to 8 are lost; the newest checkpoint is step_000006"
 
 
