@@ -279,18 +279,9 @@ _TRAINING = {
     for head, slash, names in (item.partition("/") for item in _METRICS.split())
     for name in names.split("|")
 }
-_AFTER_UPDATES = (
-    "accuracy/",
-    "eval/",
-    "heldout/",
-    "idle/",
-    "log/",
-    "lost/",
-    "memory/",
-    "requests/",
-    "servers/",
-    "time/",
-    "tokens/s",
+_OF_UPDATES = re.compile(
+    r"(clip|distill|entropy|kl|mask|mismatch|ratio|sampling)/(?!noise/).+|reward/(mean|std)|response_len/mean|response_tokens"
+    r"|groups/zero_variance|ess|grad_norm|loss|lr|update/skipped"
 )
 _NUMBERED = re.compile(
     r"source/.+/(divergence|reward|share)|groups/filtered/.+|clip/share_u\d+|moe/layer_\d+/.+|staleness/kl_\d+"
@@ -322,11 +313,14 @@ def metric_faults(run: RunConfig, field: str, metric: str) -> Iterator[str]:
     # whose components are not known yet
     others = run.environment is not None or ":" in "".join(verifiers) or run.rollout.collect is not None or run.rollout.replay
     any_name = (not names and others) or any(source.verifier_weights for source in run.data.train_sources)
-    if _NUMBERED.fullmatch(metric) or (any_name and re.fullmatch(r"reward/\w+", metric)):
-        return
     known = _TRAINING | _evaluated(run) | {f"reward/{name}" for name in names}
-    if field == "train.rollback.metric":  # it is looked at before the step is evaluated and its row is whole
-        known = {name for name in known if not name.startswith(_AFTER_UPDATES)}
+    of_updates = field == "train.rollback.metric"  # it is looked at before the step is evaluated and its row is whole
+    if of_updates:
+        known = {name for name in known if _OF_UPDATES.fullmatch(name)}
+    elif any_name and re.fullmatch(r"reward/\w+", metric):
+        return
+    if _NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):
+        return
     evaluate, measured = run.evaluate, f"{field} = {metric} is measured"
     if metric.startswith("eval/"):
         name = metric.split("/")[1]

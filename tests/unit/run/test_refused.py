@@ -35,6 +35,8 @@ FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
 FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
 FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
 SET = "evaluate.sets.s={path: x, majority: none}"
+AFTER_UPDATES = ("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss")
+AFTER_UPDATES += ("entropy/noise/p50", "source/a/reward", "staleness/kl_1")
 ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
 
 
@@ -91,6 +93,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["train.save_every=1", "train.keep_best.metric=avg@4"], r"no metric of this run; did you mean accuracy/avg@4\?"),
         ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=los"], r"rollback\.metric = los is no .* mean loss\?"),
         ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=time/step"], r"metric = time/step is no metric"),
+        *(([*ROLLBACK, "train.save_every=1", f"train.rollback.metric={name}"], f"{name} is no metric") for name in AFTER_UPDATES),
         (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], r"did you mean accuracy/avg@4\?"),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
