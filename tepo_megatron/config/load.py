@@ -55,6 +55,8 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """As ``load_run``, over a run that is there."""
     content = _escape(_diff(config, RunConfig()))
+    if "train" in config.data.model_fields_set:  # said aloud, which require_data wants to know
+        content.setdefault("data", {}).setdefault("train", config.data.model_dump(mode="json")["train"])
     return _load("settings", [(Path("run.yaml"), content)], overrides, trains=True)
 
 

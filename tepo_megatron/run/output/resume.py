@@ -61,10 +61,11 @@ class Resumed:
     def accept(self, config: RunConfig) -> list[str]:
         """Rank 0 calls. Returns what failed."""
         failed = self.set_aside_others(config)
-        if attempt():  # the same run, but for train.resume
-            return failed
         path, text = config.output / "resolved.yaml", dump_resolved(config)
-        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+        present = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+        if attempt() and present is not None and _but_resume(present) == _but_resume(text):
+            return failed  # an earlier attempt's
+        if present not in (None, text):
             older = (path.with_name(f"resolved.{number}.yaml") for number in count(1))
             path.rename(next(name for name in older if not name.exists()))
         path.write_text(text, encoding="utf-8")
@@ -82,6 +83,10 @@ class Resumed:
                 except OSError as error:
                     failed.append(f"{folder} could not be renamed ({error.strerror}); remove it by hand")
         return failed
+
+
+def _but_resume(resolved: str) -> list[str]:
+    return [line for line in resolved.splitlines() if not line.startswith(("  resume:", "  resume_from:"))]
 
 
 def resumes(config: RunConfig) -> bool:
@@ -214,10 +219,10 @@ def _none_whole(config: RunConfig, damaged: Sequence[DamagedCheckpoint]) -> str:
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    picture = config.output / "curves.png"
     if folder.resolve().parent != (config.output / "checkpoints").resolve():
         return True  # another run's: there is nothing to complete here
-    return picture.exists() and picture.stat().st_mtime >= (folder / "state.json").stat().st_mtime
+    made, saved = [config.output / name for name in ("model", "curves.png")], (folder / "state.json").stat().st_mtime
+    return all(path.exists() and path.stat().st_mtime >= saved for path in made)  # 'tepo plot' draws one without the other
 
 
 LOGGED = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")

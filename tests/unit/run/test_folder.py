@@ -174,6 +174,15 @@ def test_restarted_ranks_take_their_jobs_checkpoints_and_before_the_first_start_
         assert of_attempt(older) == older
 
 
+def test_restarted_ranks_train_on_builtin_data_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = load_run(None, [f"output={tmp_path}", "model.path=/m", "data.train=builtin:addition"])
+    assert named.data.train == RunConfig().data.train
+    monkeypatch.setenv("TEPO_ATTEMPT", "1")
+    of_attempt(named).require_data()
+    with pytest.raises(ValueError, match="data.train is not given"):
+        of_attempt(load_run(None, [f"output={tmp_path}", "model.path=/m"])).require_data()
+
+
 def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     folders = save(tmp_path, 2, 4)
     for name, problem in (
@@ -228,7 +237,9 @@ def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
         find_checkpoint(config(tmp_path, "train.steps=5"), MODEL)
     # saved its last step, and was killed before it exported
     assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
-    (tmp_path / "curves.png").touch()
+    (tmp_path / "curves.png").touch()  # 'tepo plot' drew it
+    assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
+    (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"the run has reached train\.steps = 6, and is complete"):
         find_checkpoint(config(tmp_path, "train.steps=6"), MODEL)
     os.utime(tmp_path / "curves.png", (0, 0))  # of an earlier end, before the steps were raised
@@ -301,6 +312,20 @@ def test_older_configurations_are_kept(tmp_path: Path) -> None:
     assert load_run(tmp_path / "resolved.1.yaml") == first
     assert load_run(tmp_path / "resolved.2.yaml") == runs[0]
     assert not (tmp_path / "resolved.3.yaml").exists()
+
+
+def test_restarted_ranks_write_the_configuration_if_no_attempt_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 6)
+    first, longer = (load_run(None, [f"output={tmp_path}", *more]) for more in ([], ["train.steps=200"]))
+    (tmp_path / "resolved.yaml").write_text(dump_resolved(first))
+    monkeypatch.setenv("TEPO_ATTEMPT", "1")
+    for _ in range(2):
+        run = of_attempt(longer)
+        find_checkpoint(run, MODEL).accept(run)
+        assert load_run(tmp_path / "resolved.yaml") == run
+    find_checkpoint(run, MODEL).accept(run.model_copy(update={"train": longer.train}))
+    assert load_run(tmp_path / "resolved.yaml") == run
+    assert sorted(path.name for path in tmp_path.glob("resolved*")) == ["resolved.1.yaml", "resolved.yaml"]
 
 
 def test_the_order_of_problems_continues_or_starts_again_if_that_is_allowed(tmp_path: Path) -> None:
