@@ -89,6 +89,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         MeanSurprise(needs_reference=True),
     )
     policy, out = engine.policy, folder / run.name
+    engine.weights.version(0)  # a fresh run's servers get weights before any forward pass
     frozen = {name: param.detach().clone() for name, param in policy.params.items()}
     batch = engine.score(engine.batch_from_root(short_rollouts() if engine.ranks.rank == 0 else None))
     report = {"logprobs": batch.old_logprobs_T, "reference": batch.reference_logprobs_T}

@@ -65,7 +65,7 @@ class Lora:
             if name not in last:
                 last.clear()
                 with torch.no_grad():
-                    last[name] = self.adapters[name](param)
+                    last[name] = self.adapters[name].forward(param)  # hooks would gather, and other ranks may not merge
             return last[name] if remember else last.pop(name)
 
         return LazyWeights(params, merge)
