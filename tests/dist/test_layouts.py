@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "eight": ("Llama", {"num_hidden_layers": 8}),
     "qwen3": ("Qwen3", {"num_hidden_layers": 4}),  # norms of queries and keys
     "experts": ("Mixtral", {"num_hidden_layers": 4, "num_local_experts": 4}),
+    "six experts": ("Mixtral", {"num_hidden_layers": 2, "num_local_experts": 6}),
 }
 KL = {"preset": "grpo", "kl": {"against": "reference", "coefficient": 0.1}}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -126,6 +127,8 @@ OTHERS = [
     Layout(cp=2, pp=2, recompute="full", model="qwen3"),
     *(Layout(cp=2, tp=2, sp=True, model="qwen3", head=head) for head in ("logits", "fused")),
     Layout(cp=4, recompute="selective", model="qwen3"),
+    # six ranks, whose expert groups overlap those of tensor parallelism
+    Layout(tp=2, dp=3, ep=3, etp=1, sp=True, tokens=30, model="six experts"),
 ]
 SINGLE = list(dict.fromkeys([Layout(), *(layout.single for layout in OTHERS), *COARSE]))
 RECORDED_AND_NOT = [Layout(), VPP, TIED_LAST, INTERLEAVED, DP_VPP, TIED_CP]  # repeat their second update without recording
@@ -265,7 +268,8 @@ def updates_of_every_preset(engine: Any) -> Iterator[dict[str, float]]:
     engine.reference = reference
 
 
-on_others = pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
+PARAMS = [pytest.param(layout, marks=pytest.mark.long if layout.world > 4 else ()) for layout in OTHERS]
+on_others = pytest.mark.parametrize("layout", PARAMS, ids=lambda layout: layout.name)
 
 
 @pytest.fixture(scope="module")

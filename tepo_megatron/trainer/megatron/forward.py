@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -104,9 +103,9 @@ class Forward:
         lengths = [[offsets[s + 1] - offsets[s] for s in sequences] for sequences in micro_batches]
         tokens = [padded_tokens(of_micro, self.ranks.cp) for of_micro in lengths]
         sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
-        if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":  # ranks that share experts gather tokens
+        if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":  # groups that share experts, which may overlap, gather tokens
             most = torch.tensor(sizes, device=self.platform.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+            dist.all_reduce(most, dist.ReduceOp.MAX)
             sizes = most.tolist()
         members = [batch.select(sequences, offsets) for sequences in micro_batches]
         shares = [cut(*micro, self.ranks) for micro in zip(members, lengths, sizes, strict=True)]
