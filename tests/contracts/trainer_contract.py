@@ -497,6 +497,10 @@ def reports_metrics(make: Make, folder: Path) -> None:
     after = trainer.score(batch)
     same = torch.equal(scores.old_logprobs_T, after.old_logprobs_T) and digest(trainer) == before
     require(same, "Trainer.measure_noise must leave the weights as they were, to the bit")
+    one = batch.with_(loss_mask_T=batch.loss_mask_T & (batch.sequence_index_T == batch.lengths_S.argmax()))
+    noise = trainer.measure_noise(one)
+    moved = noise["sequence_ratio/noise/p50"] > 0
+    require(moved, "Trainer.measure_noise must choose among the sequences with a loss token: of most here nothing is trained")
     require(trainer.memory() == {}, "Trainer.memory must be empty on a CPU")
     require(trainer.take_routing_metrics() == {}, "Trainer.take_routing_metrics must be empty for a dense model")
     require(trainer.spec.vocab_size == VOCABULARY, "Trainer.spec is not that of config.json")

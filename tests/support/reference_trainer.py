@@ -198,7 +198,7 @@ class ReferenceTrainer:
         return parts
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
-        few = batch.select(range(min(batch.num_sequences, self.config.engine.noise_sequences)))
+        few = batch.select(batch.trained_sequences[: self.config.engine.noise_sequences])
         try:
             with torch.no_grad():
                 first = self.token_scores(self.model, few)

@@ -240,6 +240,7 @@ class Forward:
 
         Every rank calls. FP8 weights stay: their neighbours are too far apart.
         """
+        batch = batch.select(batch.trained_sequences)
         group = self.ranks.dp * self.engine.parallel.micro_batch_group
         count = max(min(sequences, batch.num_sequences) // group, 1) * group
         by_length = batch.lengths_S.argsort(stable=True).tolist()
