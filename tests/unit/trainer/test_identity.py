@@ -104,6 +104,11 @@ def test_the_same_run_elsewhere_or_longer_is_let_through(override: str) -> None:
     assert refusal(compare(override), ()) is None
 
 
+def test_a_loss_on_routers_is_part_of_the_run() -> None:
+    differences = compare("engine.moe_balance.kind=aux_loss")
+    assert "train.allow_change=[engine.moe_balance.kind]" in str(refusal(differences, ()))
+
+
 def test_the_number_of_steps_counts_where_the_learning_rate_falls_until_the_last() -> None:
     differences = compare("optimizer.schedule=cosine", "train.steps=60", saved=("optimizer.schedule=cosine", "train.steps=50"))
     assert "train.steps: 50 -> 60" in str(refusal(differences, ()))
