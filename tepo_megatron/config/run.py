@@ -222,6 +222,11 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
     objective, once = run.objective, run.train.updates_per_step == 1
     if "entropy_noise" in objective.needs and not run.engine.noise_every:
         yield "objective.kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none; set it to 50"
+    if run.rollout.truncated == "mask" and getattr(objective.advantage, "overlong", None) is not None:
+        yield (
+            "objective.advantage.overlong counts trained tokens, and rollout.truncated = mask trains on none of a cut response: "
+            "the longest would not be penalised; set rollout.truncated = train, or leave overlong out"
+        )
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
     if once and objective.kl_mask is not None and objective.kl_mask.against == "old":

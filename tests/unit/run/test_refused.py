@@ -35,6 +35,7 @@ FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
 FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
 FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
 SET = "evaluate.sets.s={path: x, majority: none}"
+LONG = "{max_tokens: 16, buffer_tokens: 8}"
 AFTER_UPDATES = ("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss")
 AFTER_UPDATES += ("entropy/noise/p50", "source/a/reward", "staleness/kl_1")
 ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
@@ -58,6 +59,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         ([OVERLAP, FREE, f"{SERVER}.cpu_threads=all"], r"leaves the trainer no core"),
         # groups and long responses
         ([PENALISE], r"truncated = penalise needs overlong\.buffer"),
+        (["rollout.truncated=mask", f"objective.advantage.overlong={LONG}"], r"the longest would not be penalised; set rollout"),
         (["rollout.overlong.buffer=2"], r"truncated = train and overlong belong together"),
         (["rollout.truncated=mask", "rollout.overlong.buffer=2"], r"truncated = mask and overlong belong together"),
         ([PENALISE, "rollout.overlong.buffer=999"], r"even an empty response would be punished"),
