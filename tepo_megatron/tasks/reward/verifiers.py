@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from tepo_megatron.core.problem import Problem
@@ -92,4 +92,7 @@ def load_verifier(name: str) -> Any:
 
 def last_number_in(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:  # an exponent of nineteen digits
+        return None

@@ -74,6 +74,7 @@ def test_last_number_reads() -> None:
     for response, number in numbers.items():
         assert last_number(_problem(number), response) == 1.0, response
     assert last_number(_problem("3"), "three") == 0.0
+    assert last_number(_problem("3"), "3e4567890123456789012") == 0.0
     with pytest.raises(ValueError, match="no number in it"):
         last_number(_problem("three"), "3")
 
