@@ -25,6 +25,14 @@ def check_known(names: Iterable[str], known: Sequence[str], what: str, form: str
             raise ValueError(f"{name!r} is no {what}; known: {', '.join(known)}, or your own {form} as {_FUNCTION_FORM}")
 
 
+def check_called_apart(filters: Sequence[str]) -> None:
+    """Raises ValueError for two functions of one name."""
+    names = [name.rpartition(":")[2] for name in filters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two filters are called {twice}, and their counts could not be told apart; rename one")
+
+
 def read_yaml(path: Path, raw: bytes | None = None) -> Any:
     """``raw``: the file's bytes, if they were read. Raises ValueError if it cannot be read or is no YAML."""
     try:

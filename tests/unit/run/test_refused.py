@@ -74,6 +74,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         ([f"{FILTERS}.max_truncated=0.5"], r"max_truncated is for the filter too_long"),
         ([f"{FILTERS}={{filters: [reward_range], reward_range: [1, 0]}}"], r"holds no number"),
         ([f"{FILTERS}.filters=['a:keep', 'b.py:keep']"], r"two filters are called keep"),
+        (["data.filter=['a.py:keep', 'b.py:keep']"], r"two filters are called keep"),
         # a generation step of one's own
         (["rollout.collect=mine.py:best", f"{FILTERS}={{}}"], r"collect = mine\.py:best"),
         (["rollout.collect=mine.py:best", "environment.name=calculator"], r"collect = mine\.py:best"),
