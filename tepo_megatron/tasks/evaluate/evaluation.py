@@ -247,7 +247,8 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
         )
     except ValueError as error:
         raise ValueError(f"evaluate.sets.{name}: {error}") from error
-    resolve_verifier(settings.verifier or config.reward.verifier)
+    if settings.verifier is not None:
+        resolve_verifier(settings.verifier)
     return _evaluation_set(config, tokenizer, name, settings, source.used, source.left_out.total())
 
 

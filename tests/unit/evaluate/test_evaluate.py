@@ -224,6 +224,13 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
+def test_a_set_takes_a_function_that_the_run_was_given(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    reward = config.reward.model_copy(update={"verifier": "(python):score"})
+    sums, _ = load_sets(config.model_copy(update={"reward": reward}), TOKENIZER)
+    assert sums.verifier == "(python):score"
+
+
 def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., RunConfig]) -> None:
     sums, words = load_sets(make_config(), TOKENIZER)
     assert (sums.temperature, sums.max_new_tokens, sums.samples, sums.ks, sums.greedy) == (0.3, 7, 2, (2,), True)
