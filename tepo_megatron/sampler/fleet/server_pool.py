@@ -99,8 +99,8 @@ class ServerPool:
     @contextmanager
     def _announced(self, version: WeightsVersion) -> Iterator[None]:
         """Some servers may draw with the new weights during an update."""
-        self._versions.append(version)
         self.updating = True
+        self._versions.append(version)
         try:
             yield
             self.published = len(self._versions)

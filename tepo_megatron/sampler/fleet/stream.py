@@ -236,6 +236,7 @@ class FleetStream:
                 list(samples.values()),
                 self.sampling,
                 lambda: self.pool.versions(request.since),
+                updating=lambda: self.pool.updating,
                 is_aborted=lambda: self._is_aborted,
             )
             for index, response in drawn:

@@ -142,21 +142,26 @@ class Client:
         from_cache: bool = True,
         first: bool = False,
         cached: list[int] | None = None,
+        updating: Callable[[], bool] = lambda: False,
         is_aborted: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
         """Yields (sample, response) as samples finish.
 
-        ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others, is short and has the
-        time limit of those that are no streams: ServerSilent where the server sends nothing for so long. ``cached`` gets, for
-        each sample, the tokens of the prompt that came from the prefix cache. ``is_aborted``: ``abort`` was called, and
-        unfinished samples come in part. Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
+        ``versions``: weights that may draw tokens, oldest first; the last may be on its way (``updating``). ``first``: the
+        request passes others, is short and has the time limit of those that are no streams: ServerSilent where the server
+        sends nothing for so long. ``cached`` gets, for each sample, the tokens of the prompt that came from the prefix cache.
+        ``is_aborted``: ``abort`` was called, and unfinished samples come in part. Raises ServerFault for a wrong answer,
+        RuntimeError for a token of other weights.
         """
         self._check_awake()
+        # In this order. While some servers have new weights and others old ones, no two requests share cached prompts.
+        salt = label(versions()[-1])
+        salt = secrets.token_hex(8) if updating() else salt
         body = {
             "id": name or secrets.token_hex(8),
             "model": self._model,
             "prompt": _listed(prompt),
-            **({"cache_salt": label(versions()[-1])} if self.versions_apart else {}),
+            **({"cache_salt": salt} if self.versions_apart else {}),
             **({"priority": _FIRST} if first else {}),
             **({} if cached is None else {"count_cached": True}),
             "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},

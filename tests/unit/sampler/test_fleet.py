@@ -128,6 +128,29 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
         assert len(fleet.sampling()) == 1
 
 
+def test_prompts_are_shared_by_one_version_and_during_an_update_by_none(server: FaultyServer, tmp_path: Path) -> None:
+    salts: list[str] = []
+    with fleet_of([server], tmp_path) as (fleet, _):
+        fleet._clients[0].versions_apart = True
+        answered = server.sample
+        server.sample = lambda body: salts.append(body["cache_salt"]) or answered(body)  # type: ignore[method-assign,func-returns-value]
+
+        def ask() -> list[str]:
+            salts.clear()
+            with fleet.sample_stream(SAMPLING) as stream:
+                for key in "ab":
+                    stream.submit(key, (1, 5), 11)
+                drawn(stream)
+            return salts
+
+        before = ask()[0]
+        assert salts == [before, before]
+        with fleet._announced(WeightsVersion(1)):
+            assert len({before, "1:", *ask()}) == 4
+        server.version = "1:"
+        assert ask() == ["1:", "1:"]
+
+
 def test_an_abort_gives_what_there_is(server: FaultyServer, tmp_path: Path) -> None:
     """Of one request a part, of another nothing, of a third the whole, and nothing of what was not asked for yet."""
     reasons = iter(["abort", "abort", "stop"])
