@@ -128,8 +128,20 @@ class Fleet(ServerPool, Sampler):
             self._on_all(lambda client: client.wake_up("kv_cache"))
 
     def _on_all(self, request: Callable[[Client], None]) -> None:
+        """But on servers that wait for the next update."""
+
+        def ask(index: int) -> None:
+            try:
+                request(self._clients[index])
+            except RuntimeError:
+                if index not in self._lost:  # a stream may lose it meanwhile, and closes its client
+                    raise
+
+        asked = [index for index in range(len(self._clients)) if index not in self._lost]
+        if not asked:
+            raise ServerDied("no server is left to ask")
         try:
-            for_all_at_once(self._clients, request)
+            for_all_at_once(asked, ask)
         except RuntimeError as error:
             if isinstance(error, ServerSilent | ServerGone):  # its processes may live, but it must not continue
                 self._blame(error)
