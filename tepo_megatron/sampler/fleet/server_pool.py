@@ -133,7 +133,18 @@ class ServerPool:
             self._report(f"{cause}; its requests go to the other servers, and it is started again")
             client.close()
             self._close_sync()
-            self._lost[index] = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
+            started = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
+            self._lost[index] = started
+            started.add_done_callback(lambda _: self._bring_back(index, started))
+
+    def _bring_back(self, index: int, started: Future[None]) -> None:
+        """The model's folder has the right weights until the first update; a teacher's servers get none."""
+        with self._changing:
+            is_whole = self._version is not None and self.published == 1 and not self.updating
+            # A start that failed is raised by the next update, or ends a stream without servers.
+            if is_whole and self._lost.get(index) is started and not started.cancelled() and started.exception() is None:
+                self._clients[index] = self._client(self._servers[index])
+                del self._lost[index]
 
     def _remember(self, cause: Exception) -> None:
         self._first_cause = self._first_cause or str(cause).partition("\n")[0]

@@ -18,9 +18,10 @@ from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sample as Request
-from tepo_megatron.sampler.vllm.client import GENERATE
+from tepo_megatron.sampler.vllm.client import GENERATE, Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES, BadAnswer, head_frame, read_responses, response_frame
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, Sender, answer_well, choice, fleet_of
+from tests.support.processes import eventually
 
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
 SHORT_S = 3.0
@@ -126,6 +127,8 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
     bad.always = with_logprob(float("nan"))
     bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
     with fleet_of(servers, tmp_path, max_retries=0) as (fleet, reports):
+        with fleet._announced(WeightsVersion(0)):
+            pass  # from an update on, the model's folder has other weights
         assert sample(fleet) == expected
         assert [bad.url in report and "its requests go to the other servers" in report for report in reports] == [True]
         assert sample(fleet) == expected  # by the good one alone: the other has no weights yet
@@ -141,6 +144,37 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
         assert sample(fleet) == expected
         assert len(bad.seeds) > asked
         assert fleet.figures()["servers/restarts"] == 1
+
+
+def test_without_updates_a_server_that_was_started_again_is_asked_again(servers: list[FaultyServer], tmp_path: Path) -> None:
+    """A teacher's servers and an evaluation's have the right weights as soon as they are there."""
+    good, bad = servers
+    bad.always = with_logprob(float("nan"))
+    bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    with fleet_of(servers, tmp_path, max_retries=0) as (fleet, _):
+        drawn = sample(fleet)
+        assert eventually(lambda: len(fleet.sampling()) == 2)
+        asked = len(bad.seeds)
+        assert sample(fleet) == drawn
+        assert len(bad.seeds) > asked
+
+
+def test_a_canary_passes_over_servers_that_wait_for_the_next_update(
+    servers: list[FaultyServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "read_back", Client.resume)  # any request
+    good, bad = servers
+    bad.always = with_logprob(float("nan"))
+    with fleet_of(servers, tmp_path, max_retries=0) as (fleet, _):
+        with fleet._announced(WeightsVersion(0)):
+            pass
+        sample(fleet)
+        assert list(fleet.read_back()) == [good.url]
+        good.always, good.alive = with_logprob(float("nan")), False
+        with pytest.raises(ServerDied):
+            sample(fleet)
+        with pytest.raises(ServerDied, match="no server is left to ask"):
+            fleet.read_back()
 
 
 def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_death(
