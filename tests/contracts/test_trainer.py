@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -253,8 +254,11 @@ CALLED = {
 """Check → members that it calls. Shards and adapters need a receiver: tests/e2e/test_sync.py."""
 
 
-@pytest.mark.parametrize(("check", "path"), [(check, path) for check, paths in CALLED.items() for path in paths])
-@pytest.mark.parametrize("fault", [RuntimeError, KeyError, AssertionError, None])
+MEMBERS = [(check, path) for check, paths in CALLED.items() for path in paths]
+ERRORS = cycle((RuntimeError, KeyError, AssertionError))
+
+
+@pytest.mark.parametrize(("check", "path", "fault"), [(*member, fault) for member in MEMBERS for fault in (next(ERRORS), None)])
 def test_a_member_that_is_missing_or_raises_is_named(
     check: str, path: str, fault: type[Exception] | None, tmp_path: Path
 ) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -50,12 +53,17 @@ def require(condition: object, sentence: str) -> None:
 # -- the case: a small random Llama, two groups of rollouts of uneven lengths
 
 
+@cache
+def _saved_model() -> TemporaryDirectory[str]:
+    folder = TemporaryDirectory()
+    other = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": False}
+    random_family("Llama", {**SIZES, **other}, scale=0.15).save_pretrained(folder.name)
+    return folder
+
+
 def make_model(folder: Path) -> Path:
     out = folder / "model"
-    if not out.exists():
-        other = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": False}
-        random_family("Llama", {**SIZES, **other}, scale=0.15).save_pretrained(out)
-    return out
+    return out if out.exists() else shutil.copytree(_saved_model().name, out)
 
 
 def make_config(folder: Path, **changes: Any) -> RunConfig:

@@ -193,13 +193,12 @@ def test_attention_that_holds_all_scores_is_warned_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", ["FileNotFoundError('no torch part')", "OSError('undefined symbol')"])
-def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, failure: str) -> None:
+def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path) -> None:
     """Megatron-Core imports it wherever it is installed, and survives an ImportError only."""
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
-    (package / "__init__.py").write_text(f"raise {failure}\n")
+    (package / "__init__.py").write_text("raise OSError('undefined symbol')\n")
     program = (
         "from tepo_megatron.trainer.megatron import TRANSFORMER_ENGINE, engine, gpu\n"
         "print(TRANSFORMER_ENGINE.problem)\n"
@@ -210,7 +209,7 @@ def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, 
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[:-1] == [failure.replace("('", ": ").replace("')", ""), "None"]
+    assert result.stdout.splitlines()[:-1] == ["OSError: undefined symbol", "None"]
     assert result.stdout.splitlines()[-1] in ("False False torch", "True True torch")  # without CUDA nothing is compiled
 
 
