@@ -103,7 +103,8 @@ class Forward:
         lengths = [[offsets[s + 1] - offsets[s] for s in sequences] for sequences in micro_batches]
         tokens = [padded_tokens(of_micro, self.ranks.cp) for of_micro in lengths]
         sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
-        if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":  # groups that share experts, which may overlap, gather tokens
+        if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":
+            # Ranks that share experts gather tokens, and their groups may overlap others.
             most = torch.tensor(sizes, device=self.platform.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             sizes = most.tolist()

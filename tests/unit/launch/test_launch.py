@@ -197,7 +197,10 @@ DISTILLED = "objective.preset=on_policy_distill"
         (["cluster.ssh=me@login", "output=out/x"], "output = 'out/x' is relative, but with cluster.ssh"),
         (["cluster.ssh=me@login", "output=/o", "data.order=c/choose.py:g"], "data.order = 'c/choose.py' is relative, but with"),
         (["output=/shared/my out"], "has a space in it"),
-        (["output=/o", "teachers.a.path=hub:a/b", DISTILLED], r"teachers.a.path = hub:a/b: .* run 'hf download a/b --local-dir"),
+        (
+            ["output=/o", "teachers.a.path=hub:a/b", DISTILLED],
+            r"teachers.a.path = hub:a/b: .* run 'hf download a/b --local-dir",
+        ),
         (["output=/o", "data.train=hub:a/b"], "run 'hf download a/b --repo-type dataset"),
     ],
 )
@@ -210,7 +213,10 @@ def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], messag
     ("overrides", "message"),
     [
         (["model.path=/nowhere"], "model.path = /nowhere has no config.json on this machine"),
-        (["teachers.a.path=/nowhere", DISTILLED, "model.path={model}"], "teachers.a.path = /nowhere has no config.json on this"),
+        (
+            ["teachers.a.path=/nowhere", DISTILLED, "model.path={model}"],
+            "teachers.a.path = /nowhere has no config.json on this",
+        ),
         (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
         (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
         (["train.resume=true"], "has no finished checkpoint"),

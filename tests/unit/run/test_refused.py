@@ -59,7 +59,10 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         ([OVERLAP, FREE, f"{SERVER}.cpu_threads=all"], r"leaves the trainer no core"),
         # groups and long responses
         ([PENALISE], r"truncated = penalise needs overlong\.buffer"),
-        (["rollout.truncated=mask", f"objective.advantage.overlong={LONG}"], r"the longest would not be penalised; set rollout"),
+        (
+            ["rollout.truncated=mask", f"objective.advantage.overlong={LONG}"],
+            r"the longest would not be penalised; set rollout",
+        ),
         (["rollout.overlong.buffer=2"], r"truncated = train and overlong belong together"),
         (["rollout.truncated=mask", "rollout.overlong.buffer=2"], r"truncated = mask and overlong belong together"),
         ([PENALISE, "rollout.overlong.buffer=999"], r"even an empty response would be punished"),
@@ -96,7 +99,10 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["train.save_every=1", "train.keep_best.metric=avg@4"], r"no metric of this run; did you mean accuracy/avg@4\?"),
         ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=los"], r"rollback\.metric = los is no .* mean loss\?"),
         ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=time/step"], r"metric = time/step is no metric"),
-        *(([*ROLLBACK, "train.save_every=1", f"train.rollback.metric={name}"], f"{name} is no metric") for name in AFTER_UPDATES),
+        *(
+            ([*ROLLBACK, "train.save_every=1", f"train.rollback.metric={name}"], f"{name} is no metric")
+            for name in AFTER_UPDATES
+        ),
         (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], r"did you mean accuracy/avg@4\?"),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
