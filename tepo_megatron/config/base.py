@@ -18,19 +18,15 @@ _USER_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_
 _FUNCTION_FORM = "package.module:function or path/file.py:function"
 
 
-def check_known(names: Iterable[str], known: Sequence[str], what: str, form: str) -> None:
-    """Raises ValueError for a name that is neither known nor a user's function of signature ``form``."""
+def check_known(names: Sequence[str], known: Sequence[str], what: str, form: str) -> None:
+    """Raises ValueError for a name that is neither known nor a user's function, or called as another."""
     for name in names:
         if name not in known and not _USER_FUNCTION.fullmatch(name):
             raise ValueError(f"{name!r} is no {what}; known: {', '.join(known)}, or your own {form} as {_FUNCTION_FORM}")
-
-
-def check_called_apart(filters: Sequence[str]) -> None:
-    """Raises ValueError for two functions of one name."""
-    names = [name.rpartition(":")[2] for name in filters]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    called = [name.rpartition(":")[2] for name in names]
+    twice = next((name for name in called if called.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two filters are called {twice}, and their counts could not be told apart; rename one")
+        raise ValueError(f"two {what}s are called {twice}, and their counts could not be told apart; rename one")
 
 
 def read_yaml(path: Path, raw: bytes | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
-from tepo_megatron.config.base import Section, check_called_apart, check_known
+from tepo_megatron.config.base import Section, check_known
 
 _COLUMN = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
@@ -80,7 +80,6 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]{0,59}")
 
 def _check_filters(names: tuple[str, ...]) -> tuple[str, ...]:
     check_known(names, FILTERS, "filter", "(problem) -> bool")
-    check_called_apart(names)
     return names
 
 

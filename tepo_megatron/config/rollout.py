@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from tepo_megatron.config.base import Seconds, Section, check_called_apart, check_known
+from tepo_megatron.config.base import Seconds, Section, check_known
 
 
 class _SpeculativeConfig(Section):
@@ -251,7 +251,6 @@ class FilterGroupsConfig(Section):
         if not filters:
             raise ValueError("filters is empty, so that nothing is filtered; leave filter_groups out")
         check_known(filters, NAMED_FILTERS, "filter", "(group) -> bool")
-        check_called_apart(filters)
         return filters
 
     def _faults(self) -> Iterator[str]:

@@ -224,8 +224,8 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
         yield "objective.kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none; set it to 50"
     if run.rollout.truncated == "mask" and getattr(objective.advantage, "overlong", None) is not None:
         yield (
-            "objective.advantage.overlong counts trained tokens, and rollout.truncated = mask trains on none of a cut response: "
-            "the longest would not be penalised; set rollout.truncated = train, or leave overlong out"
+            "objective.advantage.overlong counts trained tokens, and rollout.truncated = mask trains on no cut response: the "
+            "longest would not be penalised; set rollout.truncated = train, or leave overlong out"
         )
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"

@@ -37,7 +37,7 @@ class TeacherConfig(Section):
 
     @property
     def local_workers(self) -> int:
-        """The GPUs that its servers take of the trainer's first machine."""
+        # on the trainer's first machine
         is_local = self.place == "server" and self.served.placement == "local"
         return self.served.tp * self.served.count if is_local else 0
 

@@ -88,7 +88,7 @@ class Job:
 
     @property
     def mounts(self) -> list[str]:
-        """Every path of the run; of a file its folder, as custom code can import its neighbours."""
+        # of a file its folder: custom code can import its neighbours
         plugins = (name for name in self.config.objective.plugins if name.startswith("/"))
         folders = {PurePosixPath(name).parent for name in plugins}
 
@@ -99,7 +99,8 @@ class Job:
             return path
 
         with_paths(self.config, note)
-        local = sorted(f"{folder}:{folder}" for folder in folders if self.config.output not in folder.parents)
+        output = PurePosixPath(self.config.output)
+        local = sorted(f"{folder}:{folder}" for folder in folders if output not in folder.parents)
         return list(dict.fromkeys([*local, *self.config.cluster.mounts]))
 
     @property

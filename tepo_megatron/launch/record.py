@@ -37,8 +37,8 @@ def _git_state(folder: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    installed = ((found.metadata["Name"], found) for found in metadata.distributions())
-    packages = {name: found.version for name, found in installed if name}  # an interrupted pip leaves folders without one
+    installed = ((item.metadata["Name"], item) for item in metadata.distributions())
+    packages = {name: item.version for name, item in installed if name}  # an interrupted pip leaves folders without one
     return {
         "host": platform.node(),
         "platform": platform.platform(),

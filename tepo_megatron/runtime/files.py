@@ -43,7 +43,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
 
 
 def sync_to_disk(path: Path) -> None:
-    """Names in the folder, or a file's content, then survive a power cut."""
+    """A file's content, or a folder's names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

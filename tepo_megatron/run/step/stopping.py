@@ -35,7 +35,6 @@ class Stopping:
         self.seconds["update"] = time.monotonic() - start
 
     def began_save(self) -> None:
-        """A save that is written beside training counts from its begin."""
         self._saved_at = time.monotonic()
 
     def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:

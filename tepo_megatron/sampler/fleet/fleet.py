@@ -128,8 +128,6 @@ class Fleet(ServerPool, Sampler):
             self._on_all(lambda client: client.wake_up("kv_cache"))
 
     def _on_all(self, request: Callable[[Client], None]) -> None:
-        """But on servers that wait for the next update."""
-
         def ask(index: int) -> None:
             try:
                 request(self._clients[index])

@@ -138,8 +138,7 @@ class ServerPool:
             started.add_done_callback(lambda _: self._bring_back(index, started))
 
     def _bring_back(self, index: int, started: Future[None]) -> None:
-        """The model's folder has the right weights until the first update; a teacher's servers get none."""
-        with self._changing:
+        with self._changing:  # until the first update, the model's folder has the right weights
             is_whole = self._version is not None and self.published == 1 and not self.updating
             # A start that failed is raised by the next update, or ends a stream without servers.
             if is_whole and self._lost.get(index) is started and not started.cancelled() and started.exception() is None:

@@ -148,10 +148,9 @@ class Client:
         """Yields (sample, response) as samples finish.
 
         ``versions``: weights that may draw tokens, oldest first; the last may be on its way (``updating``). ``first``: the
-        request passes others, is short and has the time limit of those that are no streams: ServerSilent where the server
-        sends nothing for so long. ``cached`` gets, for each sample, the tokens of the prompt that came from the prefix cache.
-        ``is_aborted``: ``abort`` was called, and unfinished samples come in part. Raises ServerFault for a wrong answer,
-        RuntimeError for a token of other weights.
+        request passes others and has a time limit: ServerSilent where the server sends nothing for so long. ``cached`` gets
+        the cached tokens of each sample's prompt. ``is_aborted``: ``abort`` was called, and unfinished samples come in part.
+        Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
         """
         self._check_awake()
         # In this order. While some servers have new weights and others old ones, no two requests share cached prompts.

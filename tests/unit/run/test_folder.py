@@ -179,7 +179,7 @@ def test_restarted_ranks_train_on_builtin_data_that_was_named(tmp_path: Path, mo
     assert named.data.train == RunConfig().data.train
     monkeypatch.setenv("TEPO_ATTEMPT", "1")
     of_attempt(named).require_data()
-    with pytest.raises(ValueError, match="data.train is not given"):
+    with pytest.raises(ValueError, match=r"data\.train is not given"):
         of_attempt(load_run(None, [f"output={tmp_path}", "model.path=/m"])).require_data()
 
 

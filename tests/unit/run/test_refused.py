@@ -36,8 +36,10 @@ FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward
 FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
 SET = "evaluate.sets.s={path: x, majority: none}"
 LONG = "{max_tokens: 16, buffer_tokens: 8}"
-AFTER_UPDATES = ("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss")
-AFTER_UPDATES += ("entropy/noise/p50", "source/a/reward", "staleness/kl_1")
+AFTER_UPDATES = (
+    *("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss"),
+    *("entropy/noise/p50", "source/a/reward", "staleness/kl_1"),
+)
 ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
 
 

@@ -148,7 +148,7 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
 
 def test_without_updates_a_server_that_was_started_again_is_asked_again(servers: list[FaultyServer], tmp_path: Path) -> None:
     """A teacher's servers and an evaluation's have the right weights as soon as they are there."""
-    good, bad = servers
+    bad = servers[1]
     bad.always = with_logprob(float("nan"))
     bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
     with fleet_of(servers, tmp_path, max_retries=0) as (fleet, _):
