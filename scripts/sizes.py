@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_496,
-    "tests, lines": 43_501,
-    "docs and docstrings, words": 108_222,
+    "package, lines": 52_532,
+    "tests, lines": 43_732,
+    "docs and docstrings, words": 108_220,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,
