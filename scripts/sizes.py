@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_532,
-    "tests, lines": 43_732,
+    "tests, lines": 43_735,
     "docs and docstrings, words": 108_220,
     "public classes and functions": 880,
     "modules": 273,
