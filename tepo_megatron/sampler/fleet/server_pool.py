@@ -135,7 +135,9 @@ class ServerPool:
             self._close_sync()
             started = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
             self._lost[index] = started
-            started.add_done_callback(lambda _: self._bring_back(index, started))
+            # In a thread of its own: an update has the lock while it waits for other replacements.
+            back = threading.Thread(target=self._bring_back, args=(index, started), name="bring-back-server", daemon=True)
+            started.add_done_callback(lambda _: back.start())
 
     def _bring_back(self, index: int, started: Future[None]) -> None:
         with self._changing:  # until the first update, the model's folder has the right weights

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tepo_megatron.sampler.vllm.client import GENERATE, Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES, BadAnswer, head_frame, read_responses, response_frame
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, Sender, answer_well, choice, fleet_of
 from tests.support.processes import eventually
+from tests.support.programs import TIMEOUT_S
 
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
 SHORT_S = 3.0
@@ -157,6 +160,25 @@ def test_without_updates_a_server_that_was_started_again_is_asked_again(servers:
         asked = len(bad.seeds)
         assert sample(fleet) == drawn
         assert len(bad.seeds) > asked
+
+
+def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers: list[FaultyServer], tmp_path: Path) -> None:
+    late, second, good = *servers, FaultyServer()
+    gate = threading.Event()
+    for bad in (late, second):
+        bad.always = with_logprob(float("nan"))
+    late.after_start = lambda server: None if server.starts == 1 or gate.wait(TIMEOUT_S) else None
+    with fleet_of([late, second, good], tmp_path, max_retries=0) as (fleet, _), ThreadPoolExecutor(1) as pool:
+        sample(fleet)
+
+        def update() -> None:
+            with fleet._changing, fleet._announced(WeightsVersion(1)):
+                gate.set()
+                fleet._take_back()
+
+        pool.submit(update).result(TIMEOUT_S)
+        assert len(fleet.sampling()) == 3
+    good.close()
 
 
 def test_a_canary_passes_over_servers_that_wait_for_the_next_update(
