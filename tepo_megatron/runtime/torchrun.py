@@ -60,6 +60,7 @@ def run_ranks(
 
 def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -> RanksEnd:
     hangs: list[str] = []
+    was_asked = False
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
         failure = Path(folder) / "failure.json"
         try:
@@ -70,15 +71,18 @@ def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -
                 _forwarded_signals(Path(folder), world_size) as asked,
             ):
                 end = _run_ranks(command, world_size, Path(folder), asked)
+                was_asked = asked() is not None
         except StopRequested as stop:
             end = RanksEnd(stop.exit_code)
         _show_cursor()
-        return _explained(end, hangs, failure)
+        return _explained(end, hangs, failure, was_asked=was_asked)
 
 
-def _explained(end: RanksEnd, hangs: Sequence[str], failure: Path) -> RanksEnd:
+def _explained(end: RanksEnd, hangs: Sequence[str], failure: Path, *, was_asked: bool) -> RanksEnd:
     if end.code in (0, INTERRUPTED, PREEMPTED):
         return RanksEnd(end.code)
+    if was_asked:  # whatever happens while a run saves, it does not start again
+        return _explained(end, hangs, failure, was_asked=False)._replace(lost=False)
     if hangs:
         return end._replace(message=hangs[0], lost=True, advice=_ENDED)
     report = FailureReport.read(failure)
@@ -166,7 +170,8 @@ def _run_node_attempt(
                 except ChildFailedError as error:
                     failures.append(error)
                     code = _stop_code(error, asked())
-                    return _explained(_describe_end(error), hangs, failure) if code is None else RanksEnd(code)
+                    end = _describe_end(error) if code is None else RanksEnd(code)
+                    return _explained(end, hangs, failure, was_asked=asked() is not None)
         except StopRequested as stop:
             return RanksEnd(stop.exit_code)
     return RanksEnd(0)

@@ -98,6 +98,10 @@ def act():
         time.sleep(1000)
     if what == "ok":
         return
+    if what == "asked":
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        (folder / f"asked{rank}").touch()
+        time.sleep(1000)
     if what in ("hang", "still"):
         limit = 2.0 if what == "still" and rank == "1" else 1000.0
         beats = Heartbeat(folder / "status", int(rank), 2, hang_timeout_s=limit)
@@ -162,6 +166,7 @@ sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m",
 """
 
 RESTARTS = "max_restarts=2, "
+AGENT_RESTARTS = AGENT.replace('"-m", "made', '"--max-restarts", "2", "-m", "made')
 NODE = """
 import os, sys
 from tepo_megatron.runtime import restarts, torchrun
@@ -314,6 +319,19 @@ def test_ranks_that_hang_start_again(start, tmp_path: Path) -> None:
     assert again.endswith("(restart 1 of at most 1, train.max_restarts)")
     assert "The job is ended" not in again
     assert last.endswith(". The job is ended; go on from its newest checkpoint with --resume")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [PARENT.replace("status=", f"{RESTARTS}status="), AGENT_RESTARTS])
+def test_ranks_that_die_of_a_stop_request_do_not_start_again(start, tmp_path: Path, program: str) -> None:
+    """As one that crashes while it saves."""
+    parent = start("asked", parent=program)
+    wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2, TIMEOUT_S, "the ranks")
+    parent.send_signal(signal.SIGTERM)
+    _, err = parent.communicate(timeout=TIMEOUT_S)
+    assert parent.returncode not in (0, 75)
+    assert "SIGKILL" in err
+    assert sorted(path.name for path in tmp_path.glob("started*")) == ["started0", "started1"]
 
 
 @pytest.mark.slow
