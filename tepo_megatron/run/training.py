@@ -70,7 +70,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
         variable("RANK", 0),
         variable("WORLD_SIZE", 1),
         hang_timeout_s=config.train.hang_timeout_s,
-        limits=_phase_limits(config),
+        limits=phase_limits(config),
     )
     stack.enter_context(_ending_noted(heartbeat))
     rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if _is_root() else None
@@ -139,14 +139,15 @@ def _resume(loop: Loop, model_dir: Path) -> None:
             rank0.output.message(sentence)
 
 
-def _phase_limits(config: RunConfig) -> dict[str, float]:
+def phase_limits(config: RunConfig) -> dict[str, float]:
     """Seconds without progress that a phase's own time-outs allow. While servers sample, every token is progress."""
     server, reward = config.rollout.server, config.reward
     servers = server.longest_wait_s
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     verdicts = responses * reward.timeout_s / reward.workers
-    silent = server.request_timeout_s
-    return {"servers": servers, "rollout": silent, "sync": servers, "reward": verdicts, "eval": silent + verdicts}
+    silent = server.request_timeout_s + (0.0 if config.environment is None else config.environment.timeout_s)
+    rollout = silent + (verdicts if config.train.schedule == "overlap" else 0.0)  # which verifies in the background
+    return {"servers": servers, "rollout": rollout, "sync": servers, "reward": verdicts, "eval": silent + verdicts}
 
 
 @contextlib.contextmanager

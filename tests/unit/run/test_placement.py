@@ -11,6 +11,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.run.step import placement
 from tepo_megatron.run.step.placement import Placement
+from tepo_megatron.run.training import phase_limits
 from tepo_megatron.runtime.machine import Machine
 
 SPEC = resolve_spec("Qwen2.5-1.5B")[0]
@@ -126,3 +127,20 @@ def test_threads_that_cannot_act_are_refused() -> None:
         placement.check()
     assert placement.trainer_threads(range(8)) is None
     Placement(RunConfig.model_validate({"rollout": {"replay": "/recorded"}}), ONE_GPU).check()  # needs no place for servers
+
+
+def test_the_watch_allows_for_the_time_limits_of_what_a_phase_waits_for() -> None:
+    plain: dict[str, Any] = {
+        "reward": {"timeout_s": 40.0, "workers": 2},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4},
+    }
+    usual = phase_limits(RunConfig.model_validate(plain))
+    assert usual["reward"] == 8 * 40 / 2
+    ahead = phase_limits(
+        RunConfig.model_validate(
+            {**plain, "train": {"schedule": "overlap"}, "rollout": {**plain["rollout"], "uncorrected": True}}
+        )
+    )
+    assert ahead["rollout"] == usual["rollout"] + usual["reward"]
+    played = phase_limits(RunConfig.model_validate({**plain, "environment": {"name": "calculator", "timeout_s": 700.0}}))
+    assert {name: played[name] - usual[name] for name in ("rollout", "eval")} == {"rollout": 700.0, "eval": 700.0}
