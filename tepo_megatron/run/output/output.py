@@ -93,9 +93,10 @@ class Output:
                 steps = ", ".join(map(str, lacking[:5])) + " …" * (len(lacking) > 5)
                 self.message(f"{self._metrics.path} lacks the rows of {len(lacking)} earlier steps: {steps}")
             logged = -1 if self.last_step is None else self.last_step
-            for path in (self._samples.path, self._train_samples.path):
+            # An evaluation without its row is done again; a step is not.
+            for path, last in ((self._samples.path, logged), (self._train_samples.path, step)):
                 samples, cut = read_rows(path, "sample") if path.exists() else ([], False)
-                remaining = [row for row in samples if row["step"] <= logged]
+                remaining = [row for row in samples if row["step"] <= last]
                 if cut or len(remaining) < len(samples):
                     write_atomically(path, _as_lines(remaining))
             self._tokens.forget_after(step)
