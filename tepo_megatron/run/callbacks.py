@@ -181,12 +181,13 @@ class EarlyStopping:
                 f"patience = {patience} must be 1 or more, mode = {mode!r} max or min, min_delta = {min_delta:g} 0 or more"
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self._seen: list[tuple[int, float]] = []  # larger is better
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
         if fault := next(metric_faults(run.config, "the metric of early stopping", self.metric), None):
             raise ValueError(fault)
-        self.best, self.best_step, self.waited = -math.inf, 0, 0
+        self._seen = []
         for row in run.rows:
             self._see(row["step"], row)
 
@@ -199,11 +200,14 @@ class EarlyStopping:
         value = value_in(row, self.metric)
         if value is None or math.isnan(value):
             return False
-        value = value if self.mode == "max" else -value
-        if value > self.best + self.min_delta:
-            self.best, self.best_step, self.waited = value, step, 0
-        else:
-            self.waited += 1
+        undone = [index for index, (earlier, _) in enumerate(self._seen) if earlier >= step]  # by train.rollback
+        self._seen = [*self._seen[: undone[0] if undone else None], (step, value if self.mode == "max" else -value)]
+        self.best, self.best_step, self.waited = -math.inf, 0, 0
+        for at_step, level in self._seen:
+            if level > self.best + self.min_delta:
+                self.best, self.best_step, self.waited = level, at_step, 0
+            else:
+                self.waited += 1
         return True
 
 

@@ -176,6 +176,11 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
             found = row["step"]
             break
     assert found == expected
+    stopping = EarlyStopping("loss", 3, "min")
+    for step, value in ((1, 4.0), (2, 1.0), (2, 5.0), (3, 5.0)):  # a rollback undid the first step 2
+        stopping.on_step_end(step, {"loss": value})
+    with pytest.raises(Stop, match="loss was 4 at step 1"):
+        stopping.on_step_end(4, {"loss": 5.0})
     with pytest.raises(ValueError, match=r"accuracy/greedy is measured by evaluations, but"):
         EarlyStopping().on_run_begin(RunInfo(RunConfig.model_validate({"evaluate": {"every": 0}}), 0, []))
 
