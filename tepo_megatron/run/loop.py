@@ -89,6 +89,7 @@ class Loop:
         if self.step > self.stopping.saved_step:  # a callback ended the run
             self.save()
             self.finish_save()
+        self.on_root(lambda rank0: rank0.retention.after_row(self.step))  # the last save may have ended after the last row
 
     def train_step(self) -> None:
         engine = self.engine
@@ -132,6 +133,7 @@ class Loop:
             self.on_root(lambda rank0: rank0.output.message(sentence))
             return False
         self.rollback.count(reason)
+        self.engine.take_routing_metrics()  # of the undone step
         undone = self.step + 1
         self.engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))
         self.step = self.stopping.saved_step = checkpoint.step

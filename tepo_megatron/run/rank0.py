@@ -71,7 +71,7 @@ class Rank0:
         self.teachers = ServedTeachers(config, inputs, output.message)
         self.checks = Canaries(config, inputs.spec)
         self._inputs, self._task, self._pools = inputs, task, pools
-        self._retention = Retention(config, output.message)
+        self.retention = Retention(config, output.message)
         self._rewards = StepRewards(config, output.message)
         self.collector = RolloutCollector(
             config,
@@ -214,7 +214,7 @@ class Rank0:
         written = self.output.write_row(step, {**figures, **split, **dict.fromkeys(LOST, 0.0), **self.lost})
         self.lost.clear()
         self.servers.report_servers()
-        self._retention.after_row(step)
+        self.retention.after_row(step)
         for sentence in self._objective_watch.noise(figures):
             self.output.message(sentence)
         self.callbacks.tell("on_step_end", step, step, written)

@@ -47,11 +47,12 @@ def test_a_last_step_that_is_not_due_is_saved(reference_run: Any) -> None:
 
 
 def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(reference_run: Any) -> None:
-    run = reference_run({"train": {"steps": 3, "save_every": 2, "async_save": True}}).run()
+    run = reference_run({"train": {"steps": 3, "save_every": 2, "async_save": True, "keep_checkpoints": 1}}).run()
     assert run.noted("save", "update", "row") == [
         *("row 0", "update", "update", "row 1", "update", "update", "save 2", "row 2"),
         *("update", "update", "saved 2", "save 3", "row 3", "saved 3"),
     ]
+    assert [path.name for path in (run.config.output / "checkpoints").iterdir()] == ["step_000003"]
 
 
 @PLACEMENTS
