@@ -228,6 +228,9 @@ def _clip(result: Mapping[str, Any], low: float, high: float, dual: float | None
     return {"objective.trust_region.low": low, "objective.trust_region.high": high, "objective.trust_region.dual": dual}
 
 
+_WARMUP = "set optimizer.warmup_steps"
+
+
 def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
     update = read["per_device_train_batch_size"] * read["num_processes"] * read["gradient_accumulation_steps"]
     generations = read.get("steps_per_generation") or read["gradient_accumulation_steps"]
@@ -245,8 +248,11 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         **_machines(1, read["num_processes"], (1, 1, 1), result["rollout.server.placement"], result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
     }
-    if read.get("warmup_ratio") and steps > 0:
-        made["optimizer.warmup_steps"] = math.ceil(read["warmup_ratio"] * steps)
+    if ratio := read.get("warmup_ratio"):
+        if steps > 0:
+            made["optimizer.warmup_steps"] = math.ceil(ratio * steps)
+        else:
+            left.append(f"warmup_ratio = {ratio} is of max_steps, which is not given; {_WARMUP}")
     if result.get("objective.preset") == "dr_grpo":
         made["objective.aggregation.constant"] = float(read["max_completion_length"])
         made["objective.advantage.kind"] = result.get("objective.advantage.kind", "group")
@@ -288,6 +294,9 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         split = _instead_of_fsdp(result, left)
     low, high = actor.get("clip_ratio_low"), actor.get("clip_ratio_high")
     usual, dual = actor["clip_ratio"], actor["clip_ratio_c"]
+    if result.get("objective.preset") == "gspo":  # verl's has one aggregation, whatever loss_agg_mode says, and no dual clip
+        result.pop("objective.aggregation.kind", None)
+        dual = None
     made = {
         "train.minibatches": updates,
         **_clip(result, usual if low is None else low, usual if high is None else high, dual),
@@ -296,7 +305,9 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if actor.get("megatron.sequence_parallel") is False:
         made["engine.parallel.sequence_parallel"] = False
     warmup, ratio = actor.get("optim.lr_warmup_steps") or -1, actor.get("optim.lr_warmup_steps_ratio") or 0
-    if warmup <= 0 and steps:
+    if warmup <= 0 and ratio and not steps:
+        left.append(f"optim.lr_warmup_steps_ratio = {ratio} is of trainer.total_training_steps, not given; {_WARMUP}")
+    elif warmup <= 0 and steps:
         warmup = math.ceil(ratio * steps)
     if warmup > 0:
         made["optimizer.warmup_steps"] = updates * actor.get("ppo_epochs", 1) * warmup

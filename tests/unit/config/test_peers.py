@@ -110,6 +110,22 @@ def test_passes_over_a_batch_are_counted_in_the_steps_that_were_updates_there() 
     assert made["optimizer.warmup_steps"] == 5 * made["train.minibatches"] * (made["train.epochs_per_batch"] or 0) == 60
 
 
+def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
+    made = convert("verl", "{actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}, clip_ratio: 3.0e-4}}}")[0]
+    objective = load_run(None, [f"{name}={made[name]}" for name in made if name.startswith("objective.")]).objective
+    assert objective == load_run(None, ["objective={preset: gspo, trust_region: {low: 3.0e-4, high: 3.0e-4}}"]).objective
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("trl", "{warmup_ratio: 0.1}"), ("verl", "{actor_rollout_ref: {actor: {optim: {lr_warmup_steps_ratio: 0.1}}}}")],
+)
+def test_a_share_of_unknown_steps_is_said(name: str, text: str) -> None:
+    made, left = convert(name, text)
+    assert "optimizer.warmup_steps" not in made
+    assert any("ratio = 0.1 is of" in sentence and "set optimizer.warmup_steps" in sentence for sentence in left)
+
+
 def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text("grpo: {max_num_steps: 7, num_prompts_per_step: 4}")
     (tmp_path / "parent.yaml").write_text("{defaults: old.yaml, grpo: {num_prompts_per_step: 8}}")
