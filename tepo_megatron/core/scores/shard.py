@@ -36,15 +36,15 @@ class LocalLabels(NamedTuple):
         return LocalLabels(self.column_R[index], self.inside_R[index])
 
 
-class LocalTopK(NamedTuple):
+class _LocalTopK(NamedTuple):
     """Of `TeacherTopK`."""
 
     tokens: LocalLabels
     logprob_RK: Tensor  # fp64
     divergence: Divergence
 
-    def part(self, index: slice) -> LocalTopK:
-        return LocalTopK(self.tokens.part(index), self.logprob_RK[index], self.divergence)
+    def part(self, index: slice) -> _LocalTopK:
+        return _LocalTopK(self.tokens.part(index), self.logprob_RK[index], self.divergence)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Scoring:
     entropy_slope: bool = False
     kept_tokens: LocalLabels | None = None  # None: the whole vocabulary
     divergence: Divergence | None = None  # None: no teacher with logits
-    top: LocalTopK | None = None
+    top: _LocalTopK | None = None
 
     @property
     def statistics(self) -> int:
@@ -158,7 +158,7 @@ def plan_scoring(
     if top is not None:
         ids_RK = of_rows(top.ids_TK).long()
         _check_top(ids_RK, rows_R, vocab_size, checks)
-        local_top = LocalTopK(local(ids_RK), of_rows(top.logprobs_TK).double(), top.divergence)
+        local_top = _LocalTopK(local(ids_RK), of_rows(top.logprobs_TK).double(), top.divergence)
     return Scoring(
         tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence, local_top
     )

@@ -74,6 +74,17 @@ def test_the_band_of_a_sequence_grows_with_the_root_of_its_length():
     assert (low, high) == ([4, 0, 0, 0], [0, 0, 9, 0])
 
 
+def test_a_product_that_overflows_is_clipped_and_has_no_gradient():
+    config = {
+        "ratio": {"kind": "sequence", "length_normalized": False},
+        "trust_region": {"kind": "clip", "scale": "fixed", "low": 0.2, "high": 0.3},
+    }
+    gains, slopes, _, high = surrogates(config, [500.0] * 4, [1.0, 0.0], lengths=[2, 2])
+    assert gains == pytest.approx([2 * 1.3, 0.0])
+    assert slopes == [0.0] * 4
+    assert high[0] == 2
+
+
 def test_a_token_counts_until_its_probability_has_moved_too_far():
     """p_old = 0.5: p = 0.75 and 0.25 are beyond 0.2, and count only where A pulls them back. Their binary KL is 0.1438410, that
     of 0.6 is 0.0204110.
