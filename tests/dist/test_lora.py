@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,10 +28,12 @@ from tests.support.engines import (
     assert_first_moments,
     assert_moved_alike,
     make_engine,
+    save_checkpoint,
     short_rollouts,
     update_twice,
 )
 from tests.support.float64 import Oracle, oracle_of
+from tests.support.launch import run_dist
 from tests.support.random_models import random_model
 
 LORA = LoraConfig(rank=3, alpha=5)
@@ -202,3 +205,26 @@ def test_peft_loads_the_folder_and_gives_the_same_logits(worlds: Worlds[Run]) ->
             assert (found - adapted(tokens).logits).abs().max() > 0.1
     adapted.save_pretrained(out / "saved-by-peft")
     check_peft_folder(out / "saved-by-peft", wanted_adapters(model), rank=LORA.rank, alpha=LORA.alpha, rslora=False)
+
+
+def train_experts_only(_rank: int, _world: int, model: Path, folder: Path) -> list[float]:
+    split = Split(dp=2, ep=2)
+    lora = {"rank": 3, "alpha": 5, "target_modules": ("w1", "w2", "w3")}
+    engine = make_engine(
+        {"model": {"path": str(model), "dtype": "bfloat16", "lora": lora}, "engine": {"parallel": split.parallel}},
+        MeanSurprise(),
+    )
+    engine.offload()
+    engine.onload()
+    batch = engine.score(engine.batch_from_root(short_rollouts() if engine.ranks.rank == 0 else None))
+    first = engine.update(batch)
+    engine.checkpoints.load(save_checkpoint(engine, folder, step=1, state={}))
+    return [first.loss, engine.update(batch).loss]
+
+
+def test_adapters_on_experts_alone_are_offloaded_saved_and_resumed(tmp_path: Path) -> None:
+    """Megatron then has an optimizer without anything to train."""
+    random_model("Mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    first, second = run_dist(2, train_experts_only, tmp_path / "model", tmp_path / "checkpoints")
+    assert first == second
+    assert math.isfinite(sum(first))

@@ -184,8 +184,7 @@ def _build_optimizer(
             list(ddp),
         )
     for inner in inner_optimizers(optimizer):
-        if inner.optimizer is not None:  # a rank may have nothing to train
-            _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
+        _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
     if config.offload_fraction:
         gc.collect()  # Megatron makes its hybrid optimizer twice; the first, a reference cycle, has a copy of all weights
     return optimizer

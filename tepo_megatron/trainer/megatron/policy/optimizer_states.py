@@ -109,7 +109,9 @@ class OptimizerStates:
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    """Without those that have nothing to train: the dense weights', if adapters are on experts only."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [inner for inner in chained if inner.optimizer is not None]
 
 
 def _read(adam: Any, held: Tensor, state: str) -> Tensor:
