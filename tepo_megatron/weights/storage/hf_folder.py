@@ -40,8 +40,9 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
+    "init_lora_weights": (True, False, "gaussian", "eva"),  # others, such as pissa, also change the base's weights
 }
-"""With these values every layer has one plain A and B."""
+"""With these values every layer has one plain A and B, beside the base's weights."""
 
 
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:

@@ -98,6 +98,7 @@ def cut_short(folder: Path) -> None:
         (change_config(r=9), r"r is 9, and model\.lora\.rank is 2"),
         (change_config(lora_alpha=1), r"lora_alpha is 1, and model\.lora\.alpha is 4"),
         (change_config(use_rslora=True), r"use_rslora is True, and model\.lora\.rslora is False"),
+        (change_config(init_lora_weights="pissa"), r"init_lora_weights = 'pissa' is not supported"),
         (change_config(use_dora=True), r"use_dora = True is not supported \(only False\)"),
         (change_config(modules_to_save=["lm_head"]), r"modules_to_save = \['lm_head'\] is not supported"),
         (change_config(rank_pattern={"q_proj": 4}), r"rank_pattern = .* is not supported"),
