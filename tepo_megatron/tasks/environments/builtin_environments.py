@@ -79,7 +79,7 @@ def _compute(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST} characters")
     try:
-        tree = ast.parse(expression.strip().lstrip("="), mode="eval")
+        tree = ast.parse(expression.strip().lstrip("=").strip(), mode="eval")
         value = _value(tree.body) + 0  # no -0
     except (SyntaxError, RecursionError, MemoryError, ArithmeticError) as error:
         raise ValueError("not computable") from error

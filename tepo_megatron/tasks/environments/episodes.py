@@ -135,6 +135,8 @@ class EpisodeStream:
     def _ask(self, number: int, episode: Episode) -> None:
         behind = token_ids(()) if episode.context is None else episode.context.response_ids
         seed = episode.seed + episode.index
+        if episode.new_histories:  # the same conversation again must not have the same answer
+            seed = prompt_seed(seed, episode.new_histories)
         if behind.size:
             seed = prompt_seed(seed, behind.size)
         room = self._room(episode.prompt.size, behind.size)

@@ -65,6 +65,10 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
     sets = {path.stem: _read_set(path) for path in paths if path.with_suffix(".json").is_file()}
     if not sets:
         raise ValueError(f"{folder} has no results of an evaluation; give the output folder of tepo eval")
+    models = {str(item.settings.get("model")): name for name, item in sets.items()}
+    if len(models) > 1:
+        shown = ", ".join(f"{name} of {model}" for model, name in models.items())
+        raise ValueError(f"{folder} has results of several models ({shown}); evaluate each into an output folder of its own")
     return sets
 
 

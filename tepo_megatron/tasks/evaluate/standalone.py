@@ -69,7 +69,8 @@ def evaluate_model(
     if not resume:
         stored.unlink(missing_ok=True)
     truncation = truncation_of(config.rollout.sampling)
-    generate = partial(StoredResponses(stored, fleet.generate, folder), **truncation)
+    served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
+    generate = partial(StoredResponses(stored, fleet.generate, folder, served), **truncation)
     with open_task(config, tokenizer, spec) as task:
         of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
@@ -160,16 +161,20 @@ def _sets_table(model: Path | str, results: Sequence[SetResult], intervals: Sequ
     return table
 
 
+_NUMERICS = {"dtype", "head_dtype", "quantization", "speculative", "extra_args"}
+
+
 class StoredResponses:
     """Draws only responses that the file lacks, with seeds by the prompt's index: the result is the same. Responses of
     another model or other settings do not count. Log-probs are not stored.
     """
 
-    def __init__(self, path: Path, generate: Generate, model: Path) -> None:
+    def __init__(self, path: Path, generate: Generate, model: Path, served: Mapping[str, Any]) -> None:
         """Drops an incomplete last line. Raises ValueError for other damage."""
         self._path, self._generate = path, generate
         files = [(file.name, file.stat()) for file in sorted(model.iterdir()) if file.is_file()]
-        self._model = repr([(name, status.st_size, status.st_mtime_ns) for name, status in files])  # weights are not read
+        stats = [(name, status.st_size, status.st_mtime_ns) for name, status in files]  # weights are not read
+        self._model = repr((stats, sorted(served.items())))
         self._known = _read(path)
 
     def __call__(self, prompts: list[tuple[int, ...]], **settings: Any) -> list[list[Response]]:

@@ -93,11 +93,13 @@ class Judge:
         # Not str.format: the prompt may have other braces, and inserted text must not be parsed.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
         reply = await self.ask(question)
-        scores = self._pattern.findall(reply)
-        if not scores:
+        try:
+            *_, last = self._pattern.finditer(reply)
+            return float(last[1 if self._pattern.groups else 0])
+        except (TypeError, ValueError):  # no match, an optional group, or no number
             self._replies.pop(question, None)
-            raise JudgeError(f"the judge's reply has no score ({self._pattern.pattern}): {self._shown(reply)!r}")
-        return float(scores[-1])
+            shown = self._shown(reply)
+            raise JudgeError(f"the judge's reply has no score ({self._pattern.pattern}): {shown!r}") from None
 
     async def ask(self, question: str) -> str:
         """The reply may be remembered. Raises JudgeError if all tries fail."""

@@ -309,6 +309,8 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
     ((end, _),) = played.ended
     assert (end.error, end.reward, end.turns) == (None, 1.0, len(script))
     assert end.new_histories == sum(begun for _, begun, *_ in turns[1:])
+    draws = [(prompt, seed) for _, prompt, seed, _ in played.samples.asked]
+    assert len({*draws}) == len(draws)  # the same conversation again has another answer
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_a_calculator_is_asked_and_then_answered() -> None:
         assert (result.tool_error, result.reward) == (True, -0.1)
         assert str(result.observation).startswith("<result>error: ")
     assert tool.step(ResponseText("it is 95")) == StepResult(reward=1.0, done=True)
+    assert tool.step(ResponseText("<calc>= 3+4</calc>")) == StepResult("<result>7</result>")
     assert tool.step(ResponseText("<calc>3/4</calc>")) == StepResult("<result>0.75</result>")
 
 

@@ -88,6 +88,19 @@ def test_a_run_is_no_model_and_an_evaluation_may_cut_as_a_trainer_may_not(tmp_pa
     assert "the model folder none does not exist" in " ".join(invoke("eval", "none", *given, code=1).output.split())
 
 
+def test_sets_of_several_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", 4)
+    folder = tmp_path / "a" / "eval" / "results"
+    for kind in ("json", "jsonl"):
+        (folder / f"others.{kind}").write_text((folder / f"sums.{kind}").read_text())
+    assert set(read_results(tmp_path / "a")) == {"sums", "others"}
+    summary = json.loads((folder / "others.json").read_text())
+    summary["settings"]["model"] = "another"
+    (folder / "others.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"results of several models \(others of another, sums of .*\); evaluate each into"):
+        read_results(tmp_path / "a")
+
+
 def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
     write(tmp_path / "a", 4)
     write(tmp_path / "b", 4, problems=[Problem("x", "1+1=", "2")])
@@ -129,8 +142,10 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def ask(path: Path, sampler: Sampler, model: Path, n: int = 2, seed: int = 5) -> list[list[tuple[list[int], str]]]:
-    groups = StoredResponses(path, sampler, model)(PROMPTS, n=n, temperature=0.5, max_new_tokens=8, seed=seed)
+def ask(
+    path: Path, sampler: Sampler, model: Path, n: int = 2, seed: int = 5, **served: Any
+) -> list[list[tuple[list[int], str]]]:
+    groups = StoredResponses(path, sampler, model, served)(PROMPTS, n=n, temperature=0.5, max_new_tokens=8, seed=seed)
     return [[(item.response_ids.tolist(), item.finish_reason) for item in group] for group in groups]
 
 
@@ -156,6 +171,12 @@ def test_other_settings_and_models_are_asked_again(tmp_path: Path, model: Path) 
         sampler = Sampler()
         ask(path, sampler, model, n, seed)
         assert len(sampler.asked) == len(PROMPTS)
+    quantized = False
+    for quantization in ("fp8", "fp8", None):
+        sampler = Sampler()
+        ask(path, sampler, model, quantization=quantization)
+        assert len(sampler.asked) == (0 if (quantization, quantized) == ("fp8", True) else len(PROMPTS))
+        quantized = quantization == "fp8"
     path.write_text("{}\n")
     with pytest.raises(ValueError, match=r"responses\.jsonl:1: no responses"):
         ask(path, Sampler(), model)

@@ -206,6 +206,18 @@ def kwargs(server: JudgeServer, **others: object) -> dict[str, object]:
     return {"base_url": f"{server.url}/v1", "model": "m", "prompt": prompt, "retries": 2, **others}
 
 
+def test_the_first_group_of_a_pattern_is_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server = JudgeServer()
+    kinds = {r"Score:\s*(\d+(\.\d+)?)": 1.0, r"\d+": 1.0, r"(Score)": "has no score", r"Score|(\d)x": "has no score"}
+    with http_server(server.answer, {}) as server.url:
+        for pattern, expected in kinds.items():
+            made = kwargs(server, api_key_env="JUDGE_KEY", pattern=pattern)
+            with RewardPool(RewardConfig(verifier="judge", kwargs=made, timeout_s=60.0)) as pool:
+                (result,) = pool.score([(Problem("p", "q", "a"), "right")])
+            assert result.reward == expected or str(expected) in str(result.error)
+
+
 def test_scores_come_from_the_judge_and_outages_are_failures(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     made = kwargs(server, api_key_env="JUDGE_KEY", body={"top_p": 0.5})
