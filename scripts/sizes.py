@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_532,
-    "tests, lines": 43_735,
-    "docs and docstrings, words": 108_220,
+    "package, lines": 52_576,
+    "tests, lines": 43_886,
+    "docs and docstrings, words": 108_311,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

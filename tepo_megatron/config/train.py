@@ -191,7 +191,7 @@ class OptimizerConfig(Section):
     """Store only the 16 bits of an fp32 weight that bfloat16 lacks. Needs Transformer Engine."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of weights that Adam updates in host memory, 16 bytes each: Megatron's hybrid."""
+    """Fraction of weights that Adam updates in host memory, 20 bytes each: Megatron's hybrid."""
 
     @property
     def precision_aware(self) -> bool:
