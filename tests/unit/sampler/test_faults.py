@@ -167,7 +167,12 @@ def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers
     gate = threading.Event()
     for bad in (late, second):
         bad.always = with_logprob(float("nan"))
-    late.after_start = lambda server: None if server.starts == 1 or gate.wait(TIMEOUT_S) else None
+
+    def wait(server: FaultyServer) -> None:
+        if server.starts > 1:
+            gate.wait(TIMEOUT_S)
+
+    late.after_start = wait
     with fleet_of([late, second, good], tmp_path, max_retries=0) as (fleet, _), ThreadPoolExecutor(1) as pool:
         sample(fleet)
 
