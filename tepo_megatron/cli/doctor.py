@@ -22,6 +22,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.runtime.hub import HUB
 
 if TYPE_CHECKING:
     from tepo_megatron.core.problem import Problem
@@ -131,16 +132,29 @@ def _finding_of(check: NamedCheck, run: RunSubject) -> Finding:
 
 
 def _output_disk(config: RunConfig) -> Finding:
+    from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
+    from tepo_megatron.weights.architecture import read_model_spec
+
     folder = config.output.absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-    train = config.train
+    train, lora = config.train, config.model.lora
     # Checkpoints written only by the clock fall on such a step by chance.
     for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
     retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
-    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * retained)
+    try:
+        path = config.model.path
+        model = resolve_model_path(path) if path.startswith((BUILTIN, HUB)) else Path(path)
+        weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        if lora is None:
+            saved = weights * _BYTES_PER_CHECKPOINT_BYTE * retained
+        else:  # states of adapters, and one whole export
+            saved = weights + CHECKPOINT_BYTES * model_parameters(read_model_spec(model), lora) * retained
+    except ValueError as error:
+        return Finding("warn", "the model's size is unknown", str(error))
+    needed = max(_GIB // 2, saved)
     detail = f"{free / _GIB:.1f} GiB free for {config.output}"
     if free < needed:
         takes = f"the {retained} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"

@@ -25,6 +25,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.cli import invoke
 from tests.support.http_server import http_server
@@ -281,6 +282,16 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(
         assert (check.name, check.status, check.needed) == ("output", status, True)
         takes = f"the {retained} checkpoints that it keeps may take {8 * retained:.1f} GiB"
         assert (takes in check.advice) == (status == "fail")
+
+
+def test_checkpoints_of_adapters_take_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model")
+    with next(model.glob("*.safetensors")).open("wb") as file:
+        file.truncate(2**30)
+    config = load_run(None, [f"model.path={model}", f"output={tmp_path}/not/yet", "model.lora.rank=4", "train.save_every=10"])
+    for free, status in ((0.9, "fail"), (1.1, "ok")):  # of the export
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * 2**30))
+        assert of_run(config, "output").status == status
 
 
 def test_a_taken_port_is_named() -> None:
