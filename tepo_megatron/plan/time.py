@@ -155,6 +155,10 @@ class SyncTraffic:
         """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
         spec, config = ranks.spec, ranks.config
         server = config.rollout.server
+        if config.adapter_rank is not None:  # rank 0 sends them to every server
+            size = model_parameters(spec, config.model.lora) * _server_bytes(config)
+            rate = _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
+            return cls(server.count, server.count * size, server.count * size, size, server.count * size / rate)
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
         plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
         sent, received = _ends(plan.bytes_between(_server_bytes(config)))
@@ -404,7 +408,7 @@ def _exchange(ranks: TrainingRanks, micro_batch: float) -> float:
     """``micro_batch``: seconds of a forward and backward pass."""
     config, split = ranks.config, ranks.split
     parallel, engine, updates = config.engine.parallel, config.engine, config.train.updates_per_step
-    stages = split.stages()
+    stages = split.stages(config.model.lora)
     experts = max(count.experts for count in stages)
     dense = max(count.total for count in stages) - experts
     sent = dense * (1 - 1 / (parallel.dp * parallel.cp)) + experts * (1 - 1 / split.expert_copies)

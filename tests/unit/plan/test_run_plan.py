@@ -122,6 +122,14 @@ def test_a_sync_moves_every_server_s_shards_once() -> None:
     assert found.seconds == pytest.approx(found.bytes_received_most / (0.7 * 50e9))
 
 
+def test_adapters_alone_are_sent_and_exchanged() -> None:
+    merged, served = (plan(LLAMA, f"model.lora={{rank: 16, serve: {kind}}}") for kind in ("merged", "adapter"))
+    size = 2 * model_parameters(served.spec, served.config.model.lora)
+    assert (served.sync.bytes_received_most, served.sync.bytes_total) == (size, served.config.rollout.server.count * size)
+    assert served.sync.bytes_sent_most == served.sync.bytes_total < merged.sync.bytes_total / 100
+    assert merged.time.exchange < plan(LLAMA).time.exchange / 50
+
+
 def test_seconds_of_a_step_by_hand() -> None:
     time = plan(LLAMA, "train.async_save=false").time
     matrices = 70_553_706_496 - 128_256 * 8192
