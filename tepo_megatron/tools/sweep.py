@@ -98,7 +98,8 @@ class SweepFile(Section):
         for name in self.figures:
             values = points(rows, name)
             if name.startswith("time/"):
-                result[f"{name}, median"] = statistics.median(value for step, value in values if step > 0) if values else None
+                later = [value for step, value in values if step > 0]
+                result[f"{name}, median"] = statistics.median(later) if later else None
             else:
                 result[name] = values[-1][1] if values else None
         for name in self.area:

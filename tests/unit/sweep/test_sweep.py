@@ -184,7 +184,7 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
 
 
 ROWS = [
-    {"step": 0, "accuracy/greedy": 0.5},
+    {"step": 0, "accuracy/greedy": 0.5, "time/canary": 1.0},
     {"step": 1, "time/step": 9.0},
     {"step": 2, "time/step": 1.0, "accuracy/greedy": 0.7},
     {"step": 4, "time/step": 2.0, "accuracy/greedy": 0.9, "reward/mean": None},
@@ -192,11 +192,13 @@ ROWS = [
 
 
 def test_figures_of_a_run_by_hand() -> None:
-    figures, reach = ["accuracy/greedy", "time/step", "reward/mean"], [{"figure": "accuracy/greedy", "at": [0.7, 0.95]}]
+    figures = ["accuracy/greedy", "time/step", "time/canary", "reward/mean"]
+    reach = [{"figure": "accuracy/greedy", "at": [0.7, 0.95]}]
     sweep = SweepFile.model_validate({"run": "run.yaml", "figures": figures, "area": ["accuracy/greedy"], "reach": reach})
     assert sweep.figures_of(ROWS) == {
         "accuracy/greedy": 0.9,
         "time/step, median": 2.0,
+        "time/canary, median": None,
         "reward/mean": None,
         "accuracy/greedy, area": pytest.approx((2 * 0.6 + 2 * 0.8) / 4),
         "steps to accuracy/greedy 0.7": 2.0,
