@@ -44,6 +44,7 @@ class EnvironmentTask(Task):
         self.components: tuple[str, ...] | None = None if weights is None else tuple(weights)
         self._results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = OrderedDict()
         """By problem and tokens: equal episodes may exchange rewards."""
+        self._taken: dict[tuple[str, bytes], RewardResult] = {}
         self._finished: list[tuple[Hashable, RewardResult]] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._numbers = count()  # never reused: an ended episode may still be answered
@@ -90,16 +91,18 @@ class EnvironmentTask(Task):
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         counted, self._counts = self._counts, defaultdict(float)  # a row counts only the step's episodes
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
-        with self.stream(inner, lambda index: problems[index]) as stream:
-            for index in range(len(prompts)):
-                prompt = episode_prompt(self._environment, self._tokenizer, problems[index])
-                stream.submit(index, prompt, prompt_seed(seed, index), n)
-            while stream.unfinished:
-                if (finished := stream.next(None)) is not None:
-                    groups[finished[0]][finished[1]] = finished[2]
-                    if len(groups[finished[0]]) == n and on_progress is not None:
-                        on_progress(sum(len(group) == n for group in groups), len(prompts))
-        self._counts = counted
+        try:
+            with self.stream(inner, lambda index: problems[index]) as stream:
+                for index in range(len(prompts)):
+                    prompt = episode_prompt(self._environment, self._tokenizer, problems[index])
+                    stream.submit(index, prompt, prompt_seed(seed, index), n)
+                while stream.unfinished:
+                    if (finished := stream.next(None)) is not None:
+                        groups[finished[0]][finished[1]] = finished[2]
+                        if len(groups[finished[0]]) == n and on_progress is not None:
+                            on_progress(sum(len(group) == n for group in groups), len(prompts))
+        finally:
+            self._counts = counted
         return [[group[index] for index in range(n)] for group in groups]
 
     def note(self, episode: Episode, response: Response) -> None:
@@ -175,13 +178,15 @@ class EnvironmentTask(Task):
     def _take(self, problem: Problem, response: str) -> RewardResult:
         text = response if isinstance(response, ResponseText) else ResponseText(response)
         key = problem.id, text.packed_ids
-        waiting = self._results.get(key)
-        if not waiting:
-            return RewardResult(None, f"problem {problem.id!r}: {_UNKNOWN_RESULT}")
-        result = waiting.popleft()
+        if not (waiting := self._results.get(key)):
+            # asked again, since a teacher's judgement was lost with a server
+            return self._taken.get(key) or RewardResult(None, f"problem {problem.id!r}: {_UNKNOWN_RESULT}")
+        self._taken[key] = waiting.popleft()
         if not waiting:
             del self._results[key]
-        return result
+        while len(self._taken) > _MAX_RESULTS:
+            self._taken.pop(next(iter(self._taken)))
+        return self._taken[key]
 
     def _result(self, episode: Episode, response: Response) -> RewardResult:
         error = episode.error

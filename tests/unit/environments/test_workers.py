@@ -193,6 +193,8 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
             (result,) = pool.score([(problem, ResponseText("", [5]))])
             assert result.reward == expected
         assert "the environment returned a number, not the components right, brief of reward.weights" in str(result.error)
+        (again,) = pool.score([(problem, ResponseText("", [5]))])  # a teacher's judgement was lost with a server
+        assert again.reward == -1.0
         nothing = Response([], [], "stop", ())
         pool.note(Episode("k", 0, problem, token_ids([1]), 0, error="it fell over"), nothing)
         (result,) = pool.score([(problem, ResponseText(""))])
