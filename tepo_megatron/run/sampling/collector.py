@@ -207,8 +207,11 @@ class RolloutCollector:
             for group in groups:
                 for sample in range(len(group.samples)):
                     group.samples[sample] = drawn = next(remaining)
-                    own = None if drawn.reward is None else RewardResult(drawn.reward, parts=drawn.reward_parts)
-                    group.score(sample, own or next(scored))
+                    if drawn.reward is None:
+                        group.score(sample, next(scored))
+                    else:
+                        judged = drawn.teacher_logprobs, drawn.teacher_top
+                        group.score(sample, RewardResult(drawn.reward, None, drawn.reward_parts, *judged))
                 buffer.decide(group)
 
     def _phase_here(self, name: str) -> AbstractContextManager[None]:
@@ -253,7 +256,7 @@ class RolloutCollector:
 
     def go_back(self) -> None:
         self._buffer.forget()
-        self._collected_step = -1
+        self._collected_step, self._figures = -1, {}
 
     def state(self) -> dict[str, Any]:
         return self._buffer.state()

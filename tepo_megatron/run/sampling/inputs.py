@@ -12,6 +12,7 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import TOO_LONG, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
@@ -74,6 +75,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
     sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"
     _check_room(config, limit, sizes, config.rollout.sampling.max_new_tokens, f"rollout.{field}")
+    _check_teachers(config, limit, max(sizes)[0])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for chosen in sets:
         sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
@@ -130,6 +132,21 @@ def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
             raise ValueError(
                 f"{where} {fault}; record the steps again with rollout.server.routing_replay = true, or leave it out"
             )
+
+
+def _check_teachers(config: RunConfig, limit: int, longest: int) -> None:
+    # a server scores a response only if its model could write one more token
+    new = config.rollout.sampling.max_new_tokens
+    most = limit if config.environment is not None else longest + new
+    for name, teacher in config.teachers.items():
+        if teacher.place == "server":
+            room = teacher.served.max_model_len or read_model_spec(resolve_model_path(teacher.path)).max_positions
+            if most >= room:
+                raise ValueError(
+                    f"teachers.{name} takes {room} tokens, and scores responses of fewer, prompts included; here they may have "
+                    f"{most}: lower rollout.sampling.max_new_tokens, or rollout.server.max_model_len to {room - 1} with an "
+                    "environment"
+                )
 
 
 def _check_room(config: RunConfig, limit: int, prompts: Iterable[tuple[int, str]], new: int, field: str) -> None:

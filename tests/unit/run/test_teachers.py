@@ -255,6 +255,33 @@ def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None
     assert sentence in " ".join(str(error.value).split())
 
 
+@pytest.mark.slow
+def test_a_generation_step_of_ones_own_may_reward_what_a_teacher_judges(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def draw(problems, sampler):\n"
+        "    return [rollout for group in sampler.sample(problems) for rollout in sampler.reward(group)]\n"
+    )
+    run("own", "server", *TEPO, f"rollout.collect={tmp_path / 'own.py'}:draw", steps=1)
+    assert all(rollout.teacher_logprobs is not None for rollout in read_rollouts(tmp_path / "own" / "rollouts", 0))
+
+
+def test_a_teacher_that_is_too_short_is_refused(run: Run) -> None:
+    with pytest.raises(
+        ValueError, match=r"teachers\.big takes 11 tokens, and scores responses of fewer, .* may have 14: lower"
+    ):
+        run("short", "server", *TEPO, "teachers.big.server={max_model_len: 11}")
+
+
+def test_a_replay_of_other_problems_with_several_teachers_is_a_sentence(whole: Whole, teacher: Path, tmp_path: Path) -> None:
+    recorded, _ = whole("server", *TEPO)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    sources = f"[{{path: {tmp_path}/a.jsonl, name: x, teacher: a}}, {{path: {tmp_path}/a.jsonl, name: y, teacher: b}}]"
+    settings = [f"data.train={sources}", "data.heldout=null", f"teachers={{a: {{path: {teacher}}}, b: {{path: {teacher}}}}}"]
+    replay = [f"rollout.replay={recorded / 'rollouts'}", "rollout.record=false", "train.steps=1"]
+    with pytest.raises(ValueError, match=r"the problem '.*' of rollout\.replay is not in data\.train, whose sources name the"):
+        train_on_references(TINY, tmp_path / "out", *SMALL, *settings, *TEPO, *replay)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
     """Also one of equal size in another order."""
     import sentencepiece.sentencepiece_model_pb2 as model_pb2
