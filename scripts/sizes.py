@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_576,
-    "tests, lines": 43_894,
+    "package, lines": 52_629,
+    "tests, lines": 43_944,
     "docs and docstrings, words": 108_311,
     "public classes and functions": 880,
     "modules": 273,
