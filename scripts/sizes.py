@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_629,
     "tests, lines": 43_944,
-    "docs and docstrings, words": 108_311,
+    "docs and docstrings, words": 108_702,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,
