@@ -59,6 +59,10 @@ class RunConfig(Section):
         return next((item.teacher for item in self.data.train_sources if item.called == source and item.teacher), only)
 
     @property
+    def teacher_workers(self) -> int:
+        return sum(teacher.local_workers for teacher in self.teachers.values())
+
+    @property
     def adapter_rank(self) -> int | None:
         """None if servers get merged weights."""
         lora = self.model.lora
@@ -194,8 +198,7 @@ def _cluster_faults(run: RunConfig) -> Iterator[str]:
         return
     if cluster.skypilot is not None and cluster.skypilot.gpus is None:
         yield f"{name} needs the name of the GPU; set cluster.skypilot.gpus, such as H100"
-    teachers = sum(teacher.local_workers for teacher in run.teachers.values())
-    gpus = run.engine.parallel.world_size + server.tp * server.count + teachers
+    gpus = run.engine.parallel.world_size + server.tp * server.count + run.teacher_workers
     if cluster.is_one_machine and cluster.rollout_nodes and gpus > cluster.gpus_per_node:
         yield (
             f"{name} and cluster.gpus_per_node = {cluster.gpus_per_node}, but ranks and workers of servers need {gpus}; "

@@ -37,8 +37,7 @@ class TeacherConfig(Section):
 
     @property
     def local_workers(self) -> int:
-        # on the trainer's first machine
-        is_local = self.place == "server" and self.served.placement == "local"
+        is_local = self.place == "server" and self.served.placement == "local"  # to the trainer's first machine
         return self.served.tp * self.served.count if is_local else 0
 
     def _faults(self) -> Iterator[str]:

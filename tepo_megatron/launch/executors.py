@@ -65,8 +65,8 @@ def _of_role(config: RunConfig, role: Role) -> dict[str, Any]:
     result: dict[str, Any] = {"env_vars": {}}
     if on_gpus and config.cluster.rollout_nodes:
         ranks, server = config.engine.parallel.world_size, config.rollout.server
-        end, teachers = ranks + server.tp * server.count, sum(teacher.local_workers for teacher in config.teachers.values())
-        gpus = [*range(ranks), *range(end, end + teachers)] if role.name == "train" else range(ranks, end)
+        end = ranks + server.tp * server.count
+        gpus = [*range(ranks), *range(end, end + config.teacher_workers)] if role.name == "train" else range(ranks, end)
         result["env_vars"] = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     if config.cluster.executor == "docker":
         volumes = [*Job(config).mounts, "/tmp:/tmp"]  # noqa: S108 (roles of one machine meet in files there)

@@ -314,13 +314,12 @@ def _check_servers(config: RunConfig) -> None:
             f"rollout.server.count = {server.count} servers of tp = {server.tp} do not fit: {where} has room for {room}; lower "
             "rollout.server.count, or raise cluster.rollout_nodes"
         )
-    teachers = sum(teacher.local_workers for teacher in config.teachers.values())
     beside = server.tp * server.count if server.placement == "local" and not cluster.rollout_nodes else 0
     left = cluster.gpus_per_node - min(ranks, cluster.gpus_per_node) - beside
-    if teachers > left:
+    if config.teacher_workers > left:
         raise ValueError(
-            f"served teachers take {teachers} GPUs of the first training node, and {left} are left there; serve them elsewhere "
-            "(teachers.NAME.server.placement = external), or set teachers.NAME.place = ranks"
+            f"served teachers take {config.teacher_workers} GPUs of the first training node, and {left} are left there; serve "
+            "them elsewhere (teachers.NAME.server.placement = external), or set teachers.NAME.place = ranks"
         )
 
 

@@ -154,16 +154,14 @@ class SyncTraffic:
     def of(cls, ranks: TrainingRanks) -> SyncTraffic:
         """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
         spec, config = ranks.spec, ranks.config
-        server = config.rollout.server
+        server, rate = config.rollout.server, _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
         if config.adapter_rank is not None:  # rank 0 sends them to every server
             size = model_parameters(spec, config.model.lora) * _server_bytes(config)
-            rate = _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
             return cls(server.count, server.count * size, server.count * size, size, server.count * size / rate)
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
         plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
         sent, received = _ends(plan.bytes_between(_server_bytes(config)))
         sent_most, received_most = max(sent.values()), max(received.values())
-        rate = _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
         return cls(len(plan.moves), sent.total(), sent_most, received_most, max(sent_most, received_most) / rate)
 
 
