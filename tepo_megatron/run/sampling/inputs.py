@@ -75,7 +75,8 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
     sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"
     _check_room(config, limit, sizes, config.rollout.sampling.max_new_tokens, f"rollout.{field}")
-    _check_teachers(config, limit, max(sizes)[0])
+    if replay is None:
+        _check_teachers(config, limit, max(sizes)[0])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for chosen in sets:
         sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
@@ -136,8 +137,7 @@ def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
 
 def _check_teachers(config: RunConfig, limit: int, longest: int) -> None:
     # a server scores a response only if its model could write one more token
-    new = config.rollout.sampling.max_new_tokens
-    most = limit if config.environment is not None else longest + new
+    most = longest + config.rollout.sampling.max_new_tokens if config.environment is None else limit
     for name, teacher in config.teachers.items():
         if teacher.place == "server":
             room = teacher.served.max_model_len or read_model_spec(resolve_model_path(teacher.path)).max_positions
