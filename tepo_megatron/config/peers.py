@@ -228,9 +228,6 @@ def _clip(result: Mapping[str, Any], low: float, high: float, dual: float | None
     return {"objective.trust_region.low": low, "objective.trust_region.high": high, "objective.trust_region.dual": dual}
 
 
-_WARMUP = "set optimizer.warmup_steps"
-
-
 def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
     update = read["per_device_train_batch_size"] * read["num_processes"] * read["gradient_accumulation_steps"]
     generations = read.get("steps_per_generation") or read["gradient_accumulation_steps"]
@@ -252,7 +249,7 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         if steps > 0:
             made["optimizer.warmup_steps"] = math.ceil(ratio * steps)
         else:
-            left.append(f"warmup_ratio = {ratio} is of max_steps, which is not given; {_WARMUP}")
+            left.append(f"warmup_ratio = {ratio} is of max_steps, which is not given; set optimizer.warmup_steps")
     if result.get("objective.preset") == "dr_grpo":
         made["objective.aggregation.constant"] = float(read["max_completion_length"])
         made["objective.advantage.kind"] = result.get("objective.advantage.kind", "group")
@@ -305,10 +302,11 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if actor.get("megatron.sequence_parallel") is False:
         made["engine.parallel.sequence_parallel"] = False
     warmup, ratio = actor.get("optim.lr_warmup_steps") or -1, actor.get("optim.lr_warmup_steps_ratio") or 0
-    if warmup <= 0 and ratio and not steps:
-        left.append(f"optim.lr_warmup_steps_ratio = {ratio} is of trainer.total_training_steps, not given; {_WARMUP}")
-    elif warmup <= 0 and steps:
-        warmup = math.ceil(ratio * steps)
+    if warmup <= 0 and ratio:
+        if steps:
+            warmup = math.ceil(ratio * steps)
+        else:
+            left.append(f"optim.lr_warmup_steps_ratio = {ratio} is of a total not given; set optimizer.warmup_steps")
     if warmup > 0:
         made["optimizer.warmup_steps"] = updates * actor.get("ppo_epochs", 1) * warmup
     if actor.get("use_kl_loss"):

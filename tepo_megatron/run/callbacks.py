@@ -200,8 +200,8 @@ class EarlyStopping:
         value = value_in(row, self.metric)
         if value is None or math.isnan(value):
             return False
-        undone = [index for index, (earlier, _) in enumerate(self._seen) if earlier >= step]  # by train.rollback
-        self._seen = [*self._seen[: undone[0] if undone else None], (step, value if self.mode == "max" else -value)]
+        stayed = [(earlier, level) for earlier, level in self._seen if earlier < step]  # train.rollback undid the others
+        self._seen = [*stayed, (step, value if self.mode == "max" else -value)]
         self.best, self.best_step, self.waited = -math.inf, 0, 0
         for at_step, level in self._seen:
             if level > self.best + self.min_delta:

@@ -100,14 +100,15 @@ class Rank0:
     def teachers_of(self, rollouts: Sequence[Rollout]) -> list[int] | None:
         """Returns the number of each one's teacher, if there are several."""
         names = list(self.config.teachers)
-        unknown = [rollout.problem_id for rollout in rollouts if rollout.problem_id not in self._problems]
-        if len(names) > 1 and unknown:
+        if len(names) < 2 or not rollouts:
+            return None
+        problems = [rollout.problem_id for rollout in rollouts]
+        if unknown := next((name for name in problems if name not in self._problems), None):
             raise ValueError(
-                f"the problem {unknown[0]!r} of rollout.replay is not in data.train, whose sources name the teachers; give the "
+                f"the problem {unknown!r} of rollout.replay is not in data.train, whose sources name the teachers; give the "
                 "data of the recorded run"
             )
-        sources = [self._problems[rollout.problem_id].source for rollout in rollouts if len(names) > 1]
-        return [names.index(self.config.teacher_of(source) or "") for source in sources] or None
+        return [names.index(self.config.teacher_of(self._problems[name].source) or "") for name in problems]
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 

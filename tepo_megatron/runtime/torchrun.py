@@ -75,14 +75,13 @@ def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -
         except StopRequested as stop:
             end = RanksEnd(stop.exit_code)
         _show_cursor()
-        return _explained(end, hangs, failure, was_asked=was_asked)
+        end = _explained(end, hangs, failure)
+        return end._replace(lost=end.lost and not was_asked)  # what happens while a run saves does not start it again
 
 
-def _explained(end: RanksEnd, hangs: Sequence[str], failure: Path, *, was_asked: bool) -> RanksEnd:
+def _explained(end: RanksEnd, hangs: Sequence[str], failure: Path) -> RanksEnd:
     if end.code in (0, INTERRUPTED, PREEMPTED):
         return RanksEnd(end.code)
-    if was_asked:  # whatever happens while a run saves, it does not start again
-        return _explained(end, hangs, failure, was_asked=False)._replace(lost=False)
     if hangs:
         return end._replace(message=hangs[0], lost=True, advice=_ENDED)
     report = FailureReport.read(failure)
@@ -170,8 +169,8 @@ def _run_node_attempt(
                 except ChildFailedError as error:
                     failures.append(error)
                     code = _stop_code(error, asked())
-                    end = _describe_end(error) if code is None else RanksEnd(code)
-                    return _explained(end, hangs, failure, was_asked=asked() is not None)
+                    end = RanksEnd(code) if code is not None else _explained(_describe_end(error), hangs, failure)
+                    return end._replace(lost=end.lost and asked() is None)
         except StopRequested as stop:
             return RanksEnd(stop.exit_code)
     return RanksEnd(0)

@@ -40,8 +40,7 @@ _RUN = (
     *("reward.verifier", "reward.kwargs", "reward.weights", "reward.failed_reward"),
     *("environment.name", "environment.kwargs", "environment.adapter", "environment.max_turns", "environment.max_tokens"),
     "environment.observations",
-    *("engine.fp8", "engine.moe_balance"),
-    *("engine.noise_every", "engine.noise_sequences"),  # the measured noise is the objective's tolerance
+    *("engine.fp8", "engine.moe_balance", "engine.noise_every", "engine.noise_sequences"),  # noise: the objective's tolerance
     *("train.minibatches", "train.epochs_per_batch", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
 )
 KINDS: Mapping[str, _Kind] = {

@@ -241,10 +241,9 @@ class Forward:
 
         Every rank calls. FP8 weights stay: their neighbours are too far apart.
         """
-        batch = batch.select(batch.trained_sequences)
-        group = self.ranks.dp * self.engine.parallel.micro_batch_group
-        count = max(min(sequences, batch.num_sequences) // group, 1) * group
-        by_length = batch.lengths_S.argsort(stable=True).tolist()
+        group, trained = self.ranks.dp * self.engine.parallel.micro_batch_group, set(batch.trained_sequences)
+        count = max(min(sequences, len(trained)) // group, 1) * group
+        by_length = [index for index in batch.lengths_S.argsort(stable=True).tolist() if index in trained]
         few = batch.select([by_length[index * (len(by_length) - 1) // max(count - 1, 1)] for index in range(count)])
         first = self.score(chunks, few)
         with rerounded(param for chunk in chunks for param in chunk.parameters() if not is_float8tensor(param)):
