@@ -145,8 +145,8 @@ def _output_disk(config: RunConfig) -> Finding:
     for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
     retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
     try:
-        path = config.model.path
-        model = resolve_model_path(path) if path.startswith((BUILTIN, HUB)) else Path(path)
+        named = config.model.path
+        model = resolve_model_path(named) if named.startswith((BUILTIN, HUB)) else Path(named)
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         if lora is None:
             saved = weights * _BYTES_PER_CHECKPOINT_BYTE * retained

@@ -154,8 +154,8 @@ class Client:
         """
         self._check_awake()
         # In this order. While some servers have new weights and others old ones, no two requests share cached prompts.
-        salt = label(versions()[-1])
-        salt = secrets.token_hex(8) if updating() else salt
+        newest = label(versions()[-1])
+        salt = secrets.token_hex(8) if updating() else newest
         body = {
             "id": name or secrets.token_hex(8),
             "model": self._model,
