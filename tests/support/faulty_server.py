@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tepo_megatron.sampler.sampling import Sample as Request
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import PROGRESS, SAMPLES, head_frame, response_frame
-from tests.support.http_server import QuietServer
+from tests.support.http_server import http_server
 
 Sample = dict[str, Any]
 """A response as a test writes it: sample, ids, logprobs, finish_reason, versions."""
@@ -74,56 +73,26 @@ class FaultyServer:
         self.progress = ""
         self.released = threading.Event()
         self._lock = threading.Lock()
-        self.http = QuietServer(("127.0.0.1", 0), self._handler())
-        self.port = self.http.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        self._open = ExitStack()
+        self.url = self._open.enter_context(http_server(self._answer))
+        self.port = int(self.url.rpartition(":")[2])
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.wait_if_hanging(self.path)
-                content = (outer.progress or json.dumps({"tokens": outer.tokens})).encode() if self.path == PROGRESS else b""
-                known = self.path in ("/health", PROGRESS)
-                self.answer(500 if self.path in outer.refuses else 200 if known else 404, content)
-
-            def do_POST(self) -> None:
-                raw = self.rfile.read(int(self.headers.get("content-length", 0)))
-                outer.calls.append(self.path)
-                outer.wait_if_hanging(self.path)
-                if self.path in outer.kills:
-                    outer.alive = False
-                    self.close_connection = True
-                    return
-                body = json.loads(raw) if raw else {}
-                outer.version = body.get("weight_version", outer.version)
-                if self.path != SAMPLES:
-                    self.answer(500 if self.path in outer.refuses else 200, b"{}")
-                elif (given := outer.sample(body)) is not None:
-                    self.answer(*given)
-                else:
-                    self.send_response(200)
-                    self.send_header("content-length", "100000")
-                    self.end_headers()
-                    self.wfile.write(answer([choice([1], 0, "default")])[:20])
-                    self.close_connection = True
-
-            def answer(self, status: int, content: bytes) -> None:
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                with suppress(OSError):  # the other side has given up
-                    self.wfile.write(content)
-
-            def log_message(self, *args: object) -> None: ...
-
-        return Handler
-
-    def wait_if_hanging(self, path: str) -> None:
+    def _answer(self, path: str, _headers: Any, raw: bytes) -> tuple[int, bytes] | tuple[int, bytes, Mapping[str, str]]:
+        is_probe = path in ("/health", PROGRESS)
+        if not is_probe:
+            self.calls.append(path)
         if path in self.hangs:
             self.released.wait()
+        if path in self.kills:
+            self.alive = False
+            raise ConnectionError
+        body = json.loads(raw) if raw else {}
+        self.version = body.get("weight_version", self.version)
+        if path == SAMPLES:
+            broken = 200, answer([choice([1], 0, "default")])[:20], {"Content-Length": "100000"}
+            return self.sample(body) or broken
+        said = (self.progress or json.dumps({"tokens": self.tokens})) if path == PROGRESS else "{}"
+        return 500 if path in self.refuses else 200, said.encode()
 
     def sample(self, body: dict[str, Any]) -> tuple[int, bytes] | None:
         with self._lock:
@@ -156,8 +125,7 @@ class FaultyServer:
 
     def close(self) -> None:
         self.released.set()
-        self.http.shutdown()
-        self.http.server_close()
+        self._open.close()
 
 
 class Sender:

@@ -194,7 +194,8 @@ class ExternalServer:
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
 
     def healthy(self) -> bool:
-        return self._current is not None and is_healthy(self._current.url)
+        current = self._current  # another life at its address has not its weights
+        return current is not None and self._entry.registered() == current and is_healthy(current.url)
 
     def stop(self) -> None:
         self._is_waiting = False

@@ -34,7 +34,7 @@ class Fleet(ServerPool, Sampler):
 
     @property
     def addresses(self) -> list[str]:
-        return [server.url for server in self._servers if server.port]
+        return [client.url for client in self._clients]
 
     def describe(self) -> list[str]:
         return [": ".join(filter(None, (client.url, client.facts))) for client in self._clients]
@@ -200,6 +200,8 @@ class Fleet(ServerPool, Sampler):
             self._take_back()
             gone = [server for server in self._servers if not server.healthy()]
             if not gone:
+                if self._starts_right:
+                    self._replaced = set()
                 self.sleep()
                 return False
             self._version, self._revived = None, True

@@ -78,6 +78,11 @@ class ServerPool:
         return self.config.placement == "colocated"
 
     @property
+    def _starts_right(self) -> bool:
+        """Until the first update, the model's folder has the right weights."""
+        return bool(self._clients) and not self._starts_empty and self.published == 1 and not self.updating
+
+    @property
     def _away(self) -> set[int]:
         return self._lost.keys() | self._replaced
 
@@ -140,10 +145,10 @@ class ServerPool:
             started.add_done_callback(lambda _: back.start())
 
     def _bring_back(self, index: int, started: Future[None]) -> None:
-        with self._changing:  # until the first update, the model's folder has the right weights
-            is_whole = self._version is not None and self.published == 1 and not self.updating
+        with self._changing:
             # A start that failed is raised by the next update, or ends a stream without servers.
-            if is_whole and self._lost.get(index) is started and not started.cancelled() and started.exception() is None:
+            is_up = not started.cancelled() and started.exception() is None
+            if is_up and self._starts_right and self._lost.get(index) is started:
                 self._clients[index] = self._client(self._servers[index])
                 del self._lost[index]
 

@@ -139,6 +139,7 @@ class FleetStream:
         for first in range(0, len(samples), self._config.max_num_seqs):
             some = {sample.index: sample for sample in samples[first : first + self._config.max_num_seqs]}
             self._waiting.append(_Request(key, prompt, some, parts, since, home=home))
+        self._refresh()
         self._dispatch()
 
     def leave(self, home: Hashable) -> None:
@@ -284,7 +285,8 @@ class FleetStream:
             self._lose(lane, error)
 
     def _lose(self, lane: _Lane, cause: ServerFault) -> None:
-        del self._lanes[lane.index]
+        if self._lanes.get(lane.index) is lane:  # else another has its place already
+            del self._lanes[lane.index]
         lane.watch.close()
         left = [request for request in self._sent.values() if request.lane is lane]
         for request in left:

@@ -100,6 +100,11 @@ def test_a_server_is_found_used_retired_and_found_again(
     entry.register(server.url, "second")
     wait(stand_in)
     assert stand_in.healthy()
+    entry.register(server.url, "third")  # started again at the same address: it has none of the trainer's weights
+    assert not stand_in.healthy()
+    stand_in.start()
+    wait(stand_in)
+    assert stand_in.healthy()
 
 
 def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait(

@@ -20,7 +20,7 @@ from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sample as Request
-from tepo_megatron.sampler.vllm.client import GENERATE, Client
+from tepo_megatron.sampler.vllm.client import GENERATE, Client, ServerGone
 from tepo_megatron.sampler.vllm.wire import SAMPLES, BadAnswer, head_frame, read_responses, response_frame
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, Sender, answer_well, choice, fleet_of
 from tests.support.processes import eventually
@@ -154,12 +154,16 @@ def test_without_updates_a_server_that_was_started_again_is_asked_again(servers:
     bad = servers[1]
     bad.always = with_logprob(float("nan"))
     bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
-    with fleet_of(servers, tmp_path, max_retries=0) as (fleet, _):
+    with fleet_of(servers, tmp_path, max_retries=0, max_restarts=9) as (fleet, _):
         drawn = sample(fleet)
         assert eventually(lambda: len(fleet.sampling()) == 2)
         asked = len(bad.seeds)
         assert sample(fleet) == drawn
         assert len(bad.seeds) > asked
+        fleet._end()  # all died at once: then, too, the folder's weights are the right ones
+        assert fleet.revive()
+        fleet.lose(1, fleet._clients[1], ServerGone("gone", url=bad.url))
+        assert eventually(lambda: not fleet._away)
 
 
 def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers: list[FaultyServer], tmp_path: Path) -> None:

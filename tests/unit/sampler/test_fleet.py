@@ -128,6 +128,45 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
         assert len(fleet.sampling()) == 1
 
 
+def test_requests_are_with_servers_of_now_after_all_were_started_again_beside_an_idle_stream(
+    servers: list[FaultyServer], tmp_path: Path
+) -> None:
+    with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        fleet._end()
+        assert fleet.revive()
+        with fleet._announced(WeightsVersion(0)):
+            pass
+        fleet._version = WeightsVersion(0)
+        for number in range(8):
+            stream.submit(number, (1, 5), number)
+        assert {key for key, _ in drawn(stream)} == {*range(8)}
+        assert fleet.figures()["requests/retried"] == 0
+
+
+def test_a_lane_that_was_replaced_takes_its_requests_along_and_not_the_newer_one(
+    servers: list[FaultyServer], tmp_path: Path
+) -> None:
+    """Both servers end at once with requests, and are there again before the stream looks."""
+    for server in servers:
+        server.hangs = {SAMPLES}
+    with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        for number in range(8):
+            stream.submit(number, (1, 5), number)
+        wait_for_calls(2, *servers)
+        fleet._end()
+        for server in servers:
+            server.hangs.clear()
+        assert fleet.revive()
+        with fleet._announced(WeightsVersion(0)):
+            pass
+        fleet._version = WeightsVersion(0)
+        keys = set()
+        for key, _, _ in stream:
+            keys.add(key)
+            assert all(any(request.lane is lane for lane in stream._lanes.values()) for request in stream._sent.values())
+        assert keys == {*range(8)}
+
+
 def test_prompts_are_shared_by_one_version_and_during_an_update_by_none(server: FaultyServer, tmp_path: Path) -> None:
     salts: list[str] = []
     with fleet_of([server], tmp_path) as (fleet, _):
