@@ -117,8 +117,7 @@ def _logs(
     [dim]tepo launch logs OUT/resolved.yaml --rank 3[/]
     """
     with user_errors():
-        cluster = nemo.connect(_load(run, overrides))
-        cluster.tail(cluster.log_pattern(role, rank), lines, follow=follow)
+        nemo.connect(_load(run, overrides)).show_logs(role, rank, lines, follow=follow)
 
 
 @app.command("cancel")

@@ -236,3 +236,6 @@ class ClusterConfig(Section):
             yield f"{name} has one machine, and {nodes}; set them to 1 and to 0, or 1 for servers in a process of their own"
         if self.is_one_job and self.rollout_container not in (None, self.container):
             yield f"{name} gives all nodes one image; leave rollout_container out, and name rollout_python in it"
+        for field in () if self.rollout_nodes else ("rollout_container", "rollout_python"):
+            if getattr(self, field) is not None:
+                yield f"{field} is for nodes of servers, and with rollout_nodes = 0 the trainer's start them; leave it out"

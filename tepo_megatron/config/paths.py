@@ -51,6 +51,13 @@ def _inner(part: Any, above: str, key: str, change: _Change) -> Any:
     return with_paths(part, change, f"{above}.{key}" if above else key)
 
 
+def paths_in(values: Any) -> dict[str, str]:
+    """Returns paths by field, such as ``data.train[1].path``; of ``path/file.py:function`` the file's."""
+    result: dict[str, str] = {}
+    with_paths(values, lambda field, path: result.setdefault(field, path))
+    return result
+
+
 def is_relative(path: str) -> bool:
     return not path.startswith((BUILTIN, HUB, "/", "~", "${"))
 
@@ -87,15 +94,8 @@ class FilePaths:
 
     def misplaced(self, config: Section, file: Path) -> list[str]:
         """Returns a sentence for each path that is missing, and would not be by the other rule. ``file``: the run's."""
-        result: list[str] = []
-
-        def check(name: str, path: str) -> str:
-            if is_relative(path) or path in self._written:
-                result.extend(self._sentences(name, path, file))
-            return path
-
-        with_paths(config, check)
-        return result
+        paths = {name: path for name, path in paths_in(config).items() if is_relative(path) or path in self._written}
+        return [sentence for name, path in paths.items() for sentence in self._sentences(name, path, file)]
 
     def _sentences(self, name: str, path: str, file: Path) -> Iterator[str]:
         if os.path.lexists(path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.config.paths import paths_in
 from tepo_megatron.launch import executors
 from tepo_megatron.launch.job import Job
 
@@ -68,8 +69,8 @@ class ClusterRun:
         remedy = "put the same file at the same path there, or install the module on both sides and name it"
         plugins = (plugin for plugin in config.objective.plugins if plugin.startswith("/"))
         needed += [(plugin, f"objective.plugins: {plugin} {missing}; {remedy}") for plugin in plugins]
-        for field, file in Job(config).custom_code_files.items():
-            needed.append((file, f"{field}: {file} {missing}; put the file there"))
+        code = {field: file for field, file in paths_in(config).items() if file.endswith(".py")}
+        needed += [(file, f"{field}: {file} {missing}; put the file there") for field, file in code.items()]
         for path, problem in needed:
             if not path.startswith(BUILTIN) and not self._has(path):
                 raise ValueError(problem)
@@ -81,13 +82,14 @@ class ClusterRun:
                 raise ValueError(
                     f"the container image {image} does not exist on {self._where}; docs/guides/cluster.md says how to make it"
                 )
-        if self.config.engine.platform == "cpu" or cluster.container is None or not cluster.container.endswith(".sqsh"):
+        is_listed = cluster.container is not None and cluster.container.endswith(".sqsh")
+        if not is_listed or not Job(self.config).needs_transformer_engine:
             return  # other images are checked when the job starts
-        listing = self._run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(cluster.container)}")
+        listing = self._run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(str(cluster.container))}")
         if listing.ok and "transformer_engine" not in listing.stdout:
             raise ValueError(
-                f"the container image {cluster.container} has no Transformer Engine, which training on GPUs needs; build it "
-                "from docker/trainer.Dockerfile"
+                f"the container image {cluster.container} has no Transformer Engine, which this run on GPUs needs; build it "
+                "from docker/trainer.Dockerfile, or set engine.layers=local"
             )
 
     def _check_output(self) -> None:
@@ -126,21 +128,17 @@ class ClusterRun:
             self.tunnel.put(file.name, str(self.config.output / name))
 
     def save_job(self, job: str) -> None:
-        ranks = self.config.engine.parallel.world_size // self.config.cluster.train_nodes
-        self._put("launch/job.json", json.dumps({"job": job, "ranks_per_node": ranks}) + "\n")
+        self._put("launch/job.json", json.dumps({"job": job}) + "\n")
 
-    def _saved_job(self) -> dict[str, Any]:
+    @property
+    def newest_job(self) -> str:
         path = self.config.output / "launch" / "job.json"
         answer = self._run(f"cat {shlex.quote(str(path))}")
         if not answer.ok:
             raise ValueError(
                 f"no job was submitted for output {self.config.output} ({path} is not there); start one with 'tepo launch'"
             )
-        return json.loads(answer.stdout)
-
-    @property
-    def newest_job(self) -> str:
-        return str(self._saved_job()["job"])
+        return str(json.loads(answer.stdout)["job"])
 
     def status(self, job: str) -> str:
         """Returns the state in Slurm's or NeMo-Run's words, or UNKNOWN."""
@@ -160,18 +158,21 @@ class ClusterRun:
         if not answer.ok:
             raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
 
-    def log_pattern(self, role: str, rank: int | None) -> str:
-        logs, saved = shlex.quote(str(self.config.output / "logs")), self._saved_job()
-        job = saved["job"]
-        if rank is not None:
-            node, local = divmod(rank, saved["ranks_per_node"])
-            return f"{logs}/ranks/{job}.*/node-{node}/*/attempt_*/{local}/std*.log"
+    def show_logs(self, role: str, rank: int | None, lines: int, *, follow: bool) -> None:
+        """``rank``: only its lines, which restarts may have brought to several nodes."""
+        if rank is not None and role != "train":
+            raise ValueError(f"a rank is the trainer's, and --role {role} has none; leave out one of --rank and --role")
+        job = self.newest_job
         patterns = {"job": f"slurm-{job}.out", "train": f"train-{job}.*-node*.log", "serve": f"serve-{job}.*-node*.log"}
-        return f"{logs}/{patterns.get(role, 'server-*.log')}"
-
-    def tail(self, pattern: str, lines: int, *, follow: bool) -> None:
-        files = self._run(f"ls -d {pattern} 2>/dev/null").stdout.split()
-        if not files:
+        pattern = f"{shlex.quote(str(self.config.output / 'logs'))}/{patterns.get(role, 'server-*.log')}"
+        present = self._run(f"ls -d {pattern} 2>/dev/null").stdout.split()
+        if not present:
             raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")
-        command = f"tail -v -n {lines} {'-F ' if follow else ''}{' '.join(map(shlex.quote, files))}"
+        files = " ".join(map(shlex.quote, present))
+        command = f"tail -v -n {lines} {'-F ' if follow else ''}{files}"
+        if rank is not None:
+            select = rf"grep --line-buffered '^\[rank {rank}\] '"
+            heads = f'printf \'==> %s <==\n\' "$file"; {select} "$file" | tail -n {lines}'
+            command = f'for file in {files}; do if {select} -q "$file"; then {heads}; fi; done'
+            command += f"; tail -qF -n 0 {files} | {select}" if follow else ""
         self.tunnel.run(command, hide=False, warn=True)

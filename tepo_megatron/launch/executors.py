@@ -248,7 +248,7 @@ def run_here(config: RunConfig, job: str) -> int:
         experiment.add(
             [nemo_run.Script(path=script, args=[str(role.first_node)]) for role in roles],
             executor=[executor(packager=nemo_run.Packager(), **arguments[role.name]) for role in roles],
-            name=_task(job),
+            name=f"{TITLE}-{job}",
             tail_logs=True,
         )
         experiment.run()
@@ -272,7 +272,13 @@ def submit(config: RunConfig, job: str) -> None:
     import nemo_run
 
     with _refusals(config), nemo_run.Experiment(TITLE, id=f"{TITLE}_{job}", **QUIET) as experiment:
-        _add_job(experiment, config, job)
+        (arguments,) = _arguments(config, job).values()
+        if config.cluster.executor == "dgxcloud":
+            arguments["client_secret"] = os.environ[_SECRET]
+        if config.cluster.executor != "skypilot":  # its executor takes no other packager than git's
+            arguments["packager"] = nemo_run.Packager()
+        script = nemo_run.Script(inline=write_scripts(config, job)["job.sh"])
+        experiment.add(script, executor=_executor_class(config)(**arguments), name=f"{TITLE}-{job}")
         experiment.run(detach=True)
         experiment.detach = True  # which NeMo-Run does not offer for Kubernetes, though no job needs this process
 
@@ -285,22 +291,6 @@ def _refusals(config: RunConfig) -> Iterator[None]:
     except Exception as error:  # of libraries that have no common class
         message = " ".join(str(error).split()) or type(error).__name__
         raise RuntimeError(f"{name} refused the job ({message}); see the other fields of cluster") from error
-
-
-def _add_job(experiment: Any, config: RunConfig, job: str) -> None:
-    import nemo_run
-
-    (arguments,) = _arguments(config, job).values()
-    if config.cluster.executor == "dgxcloud":
-        arguments["client_secret"] = os.environ[_SECRET]
-    if config.cluster.executor != "skypilot":  # its executor takes no other packager than git's
-        arguments["packager"] = nemo_run.Packager()
-    script = nemo_run.Script(inline=write_scripts(config, job)["job.sh"])
-    experiment.add(script, executor=_executor_class(config)(**arguments), name=_task(job))
-
-
-def _task(job: str) -> str:
-    return f"{TITLE}-{job}"
 
 
 def _executor_class(config: RunConfig) -> Any:
@@ -316,7 +306,7 @@ def status(job: str) -> str:
 
 
 def cancel(job: str) -> None:
-    _experiment(job).cancel(_task(job))
+    _experiment(job).cancel(f"{TITLE}-{job}")
 
 
 def _experiment(job: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.config.paths import absolute, is_relative, with_paths
+from tepo_megatron.config.paths import absolute, is_relative, paths_in
 from tepo_megatron.runtime.hub import HUB, download_command
 
 _END = "END_OF_THE_FILE"
@@ -49,7 +49,7 @@ def on_nodes(config: RunConfig) -> RunConfig:
 
 
 def _check_reachable(config: RunConfig) -> None:
-    def check(field: str, path: str) -> str:
+    for field, path in paths_in(config).items():
         if path.startswith(HUB):
             command = download_command(path, "dataset" if field.startswith(("data.", "evaluate.")) else "model")
             raise ValueError(
@@ -61,9 +61,6 @@ def _check_reachable(config: RunConfig) -> None:
             raise ValueError(
                 f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"
             )
-        return path
-
-    with_paths(config, check)
 
 
 @dataclass(frozen=True)
@@ -91,14 +88,10 @@ class Job:
         # of a file its folder: custom code can import its neighbours
         plugins = (name for name in self.config.objective.plugins if name.startswith("/"))
         folders = {PurePosixPath(name).parent for name in plugins}
-
-        def note(field: str, path: str) -> str:
+        for field, path in paths_in(self.config).items():
             if field != "cluster.ssh_identity" and not path.startswith(BUILTIN):
                 is_file = field.startswith(("data.", "evaluate.")) or field.endswith("key_file") or path.endswith(".py")
                 folders.add(PurePosixPath(path).parent if is_file else PurePosixPath(path))
-            return path
-
-        with_paths(self.config, note)
         output = PurePosixPath(self.config.output)
         local = sorted(f"{folder}:{folder}" for folder in folders if output not in folder.parents)
         return list(dict.fromkeys([*local, *self.config.cluster.mounts]))
@@ -114,16 +107,9 @@ class Job:
         return math.ceil(self.config.train.warning_s) + _JOB_END_S
 
     @property
-    def custom_code_files(self) -> dict[str, str]:
-        result = {}
-
-        def note(field: str, path: str) -> str:
-            if path.endswith(".py"):
-                result[field] = path
-            return path
-
-        with_paths(self.config, note)
-        return result
+    def needs_transformer_engine(self) -> bool:
+        engine = self.config.engine
+        return engine.platform != "cpu" and (engine.layers != "local" or self.config.optimizer.precision_aware)
 
     def check_time_limit(self) -> None:
         """Slurm must not warn a job that just starts."""
@@ -151,7 +137,7 @@ class Job:
         values = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "spares": cluster.spare_nodes}
         values |= {"ranks": ranks, "restarts": self.config.train.max_restarts}
         text = self._fill("train.sh", python=cluster.python, **values)
-        return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
+        return text.replace(" @needed@", " transformer-engine" if self.needs_transformer_engine else "")
 
     def _fill(self, template: str, **values: str | int) -> str:
         templates = Path(__file__).parent / "templates"

@@ -12,6 +12,7 @@ from tepo_megatron.weights.architecture import Experts, ModelSpec
 from tests.support.reshard_models import MOE, small_spec
 
 BIAS, AUX = "engine.moe_balance.kind=expert_bias", "engine.moe_balance.kind=aux_loss"
+DOCKER, LOCAL, IMAGE = "cluster.executor=docker", "cluster.executor=local", "cluster.container=a"
 REDUCE = "engine.overlap_grad_reduce=true"
 DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"]
 
@@ -51,28 +52,15 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("reward.failed_reward=.nan", "reward.failed_reward: got NaN"),
         (["cluster.spare_nodes=1", "cluster.train_nodes=2"], "spare_nodes = 1 replace a node when the ranks start again"),
         (["cluster.spare_nodes=1", "train.max_restarts=3"], "spare_nodes = 1 cannot replace the first node"),
-        (
-            ["cluster.executor=docker", "cluster.partition=h100"],
-            "cluster: partition = h100 does nothing with executor = docker",
-        ),
-        (
-            ["cluster.executor=kubernetes", "cluster.container=a", "cluster.max_requeues=0"],
-            "max_requeues = 0 does nothing with",
-        ),
-        (
-            ["cluster.executor=local", "cluster.container=a"],
-            "container = a does nothing with executor = local; set executor = docker",
-        ),
+        ([DOCKER, "cluster.partition=h100"], "cluster: partition = h100 does nothing with executor = docker"),
+        (["cluster.executor=kubernetes", IMAGE, "cluster.max_requeues=0"], "max_requeues = 0 does nothing with"),
+        ([LOCAL, IMAGE], "container = a does nothing with executor = local; set executor = docker"),
         ("cluster.kubernetes={}", "section kubernetes does nothing with executor = slurm; set executor = kubernetes, or leave"),
-        (
-            ["cluster.executor=lepton", "cluster.container=a"],
-            "needs the section lepton with node_group, resource_shape, storage",
-        ),
-        ("cluster.executor=docker", "executor = docker runs an image; name it in container"),
-        (
-            ["cluster.executor=local", "cluster.rollout_nodes=2"],
-            "one machine, and train_nodes = 1 and rollout_nodes = 2; set them",
-        ),
+        (["cluster.executor=lepton", IMAGE], "needs the section lepton with node_group, resource_shape, storage"),
+        (DOCKER, "executor = docker runs an image; name it in container"),
+        ([LOCAL, "cluster.rollout_nodes=2"], "one machine, and train_nodes = 1 and rollout_nodes = 2; set them"),
+        ("cluster.rollout_python=b", "rollout_python is for nodes of servers, and with rollout_nodes = 0 the trainer's start"),
+        ("cluster.rollout_container=b", "rollout_container is for nodes of servers, and with rollout_nodes = 0 the trainer's"),
         (
             ["cluster.executor=kubernetes", "cluster.container=a", "cluster.rollout_container=b"],
             "executor = kubernetes gives all nodes one image; leave rollout_container out, and name rollout_python in it",

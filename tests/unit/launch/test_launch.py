@@ -39,8 +39,10 @@ def script_of(role: str, config: RunConfig) -> str:
 class Shell:
     """A tunnel to this machine, without NeMo-Run."""
 
-    def run(self, command: str, **_options: Any) -> Any:
+    def run(self, command: str, *, hide: bool = True, **_options: Any) -> Any:
         done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        if not hide:
+            print(done.stdout)
         return SimpleNamespace(ok=done.returncode == 0, stdout=done.stdout, stderr=done.stderr)
 
     def put(self, source: str, target: str) -> None:
@@ -315,11 +317,15 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
     image.write_text("squashfs-root/lib/torch/__init__.py\n")
     with pytest.raises(ValueError, match=r"has no Transformer Engine"):
         ClusterRun(config, Shell()).check()
+    assert " transformer-engine" in script_of("train", config)
+    without = job("engine.platform=cuda", "engine.layers=local", f"cluster.container={image}", f"output={tmp_path}/out")
+    ClusterRun(without, Shell()).check()
+    assert " transformer-engine" not in script_of("train", without)
     image.write_text("squashfs-root/lib/transformer_engine/__init__.py\n")
     ClusterRun(config, Shell()).check()
 
 
-def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
+def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = job(f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
     output = config.output
     run = ClusterRun(config, Shell())
@@ -330,11 +336,19 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> 
     assert run.newest_job == "42"
     assert (output / "launch" / "train.sh").read_text() == "true\n"
     assert load_run(output / "launch" / "run.yaml") == load_run(output / "resolved.yaml") == config
-    assert run.log_pattern("train", 5).endswith("ranks/42.*/node-2/*/attempt_*/1/std*.log")
-    log = output / "logs" / "train-42.0-node1.log"
-    log.parent.mkdir(exist_ok=True)
-    log.touch()
-    assert bash(f"ls -d {run.log_pattern('train', None)}").stdout.split() == [str(log)]
+    with pytest.raises(ValueError, match=r"there is no .*/train-42\.\*-node\*\.log yet"):
+        run.show_logs("train", None, 20, follow=False)
+    before, after = (output / "logs" / f"train-42.0-node{node}.log" for node in (1, 2))
+    before.write_text("[rank 1] one\n[rank 8] old\n")
+    after.write_text("[rank 8] a\n[rank 8] [rank 1] b\n[rank 8] c\n[rank 18] d\n")  # rank 8 has started again there
+    (output / "logs" / "train-41.0-node1.log").write_text("[rank 8] of another job\n")
+    run.show_logs("train", 8, 2, follow=False)
+    shown = [f"==> {before} <==", "[rank 8] old", f"==> {after} <==", "[rank 8] [rank 1] b", "[rank 8] c"]
+    assert capsys.readouterr().out.split("\n") == [*shown, "", ""]
+    run.show_logs("train", None, 1, follow=False)
+    assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("[")] == ["[rank 8] old", "[rank 18] d"]
+    with pytest.raises(ValueError, match="a rank is the trainer's, and --role serve has none"):
+        run.show_logs("serve", 8, 2, follow=False)
 
 
 def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
