@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, show_table, user_errors
+from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
 from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ _say = partial(echo, err=True)
 
 
 def _finish(report: Report, output: Path, as_json: bool) -> None:
-    for table in report.tables:
-        show_table(table.columns, table.rows, as_json=as_json)
+    if as_json:
+        tables = [as_records(table.columns, table.rows) for table in report.tables]
+        print_json(tables[0] if len(tables) == 1 else tables)
+    else:
+        for table in report.tables:
+            show_table(table.columns, table.rows)
     echo(report.write(output), err=as_json)
 
 

@@ -276,8 +276,8 @@ def _serve(
         from tepo_megatron.tasks.environments.protocol import read_key
         from tepo_megatron.tasks.environments.service import EnvironmentService
 
+        key = read_key(key_file, "--key-file", write=True)
         try:
-            key = read_key(key_file, write=True)
             service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
         except OSError as error:
             raise ValueError(

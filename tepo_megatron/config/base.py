@@ -1,11 +1,12 @@
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from tepo_megatron.runtime.text import check_text
@@ -115,9 +116,14 @@ class Section(BaseModel):
         """Yields sentences on contradicting fields; validation reports the first."""
         return iter(())
 
+    def _training_faults(self) -> Iterator[str]:
+        """As ``_faults``, of what acts only if the run trains."""
+        return iter(())
+
     @model_validator(mode="after")
-    def _fields_go_together(self) -> Self:
-        for fault in self._faults():
+    def _fields_go_together(self, info: ValidationInfo) -> Self:
+        trains = (info.context or {}).get("trains", True)
+        for fault in chain(self._faults(), self._training_faults() if trains else ()):
             raise ValueError(fault)
         return self
 

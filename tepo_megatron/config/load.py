@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial, reduce
 from io import StringIO
 from pathlib import Path
@@ -166,15 +167,20 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> _Files:
         raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or error}"]) from error
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
-    objective = content.get("objective")
-    if isinstance(objective, dict):
-        objective |= {name: beside(path, objective[name]) for name in ("preset", "plugins") if name in objective}
+    _move_plugins(content, path)
     base = content.pop("base", None)
     if base is None:
         return [(path, content)]
     if not isinstance(base, str) or "\0" in base or "${" in base:
         raise ConfigError(str(path), [f"base: got {show(base)}; allowed: the path of one YAML file"])
     return [*_read(path.parent / base, (*above, path.resolve())), (path, content)]
+
+
+def _move_plugins(content: dict[str, Any], file: Path) -> None:
+    """Makes paths of presets and plugins relative to the file that ``content`` is from."""
+    objective = content.get("objective")
+    if isinstance(objective, dict):
+        objective |= {name: beside(file, objective[name]) for name in ("preset", "plugins") if name in objective}
 
 
 def _parse(parser: Callable[[], DictConfig | ListConfig]) -> Any:
@@ -231,7 +237,9 @@ def settings_of_file(settings: Sequence[str], file: Path) -> tuple[str, ...]:
 def _of_file(setting: str, file: Path) -> str:
     problems: list[str] = []
     content = _parse_overrides([setting], problems)
-    changed: Any = FilePaths().of_file(content, file)
+    changed: Any = deepcopy(content)
+    _move_plugins(changed, file)
+    changed = FilePaths().of_file(changed, file)
     if problems or changed == content:
         return setting
     key = setting.partition("=")[0]

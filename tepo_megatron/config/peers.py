@@ -245,11 +245,12 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         **_machines(1, read["num_processes"], (1, 1, 1), result["rollout.server.placement"], result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
     }
-    if ratio := read.get("warmup_ratio"):
-        if steps > 0:
-            made["optimizer.warmup_steps"] = math.ceil(ratio * steps)
-        else:
-            left.append(f"warmup_ratio = {ratio} is of max_steps, which is not given; set optimizer.warmup_steps")
+    name = "warmup_steps" if read.get("warmup_steps") else "warmup_ratio"
+    warmup = read.get(name) or 0
+    if warmup >= 1 or steps > 0:
+        made["optimizer.warmup_steps"] = int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
+    elif warmup:
+        left.append(f"{name} = {warmup} is of max_steps, which is not given; set optimizer.warmup_steps")
     if result.get("objective.preset") == "dr_grpo":
         made["objective.aggregation.constant"] = float(read["max_completion_length"])
         made["objective.advantage.kind"] = result.get("objective.advantage.kind", "group")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Seconds, Section, check_known
 
@@ -352,14 +352,9 @@ class RolloutConfig(Section):
         if self.partial and self.sampling.needs_tokenizer:
             yield "partial = true with sampling.stop or sampling.bad_words, which may be in two parts; leave one of the two out"
 
-    @model_validator(mode="after")
-    def _a_trainer_scores_what_is_drawn(self, info: ValidationInfo) -> Self:
-        if self.sampling.truncates and (info.context or {}).get("trains", True):
-            for fault in self._truncation_faults():
-                raise ValueError(fault)
-        return self
-
-    def _truncation_faults(self) -> Iterator[str]:
+    def _training_faults(self) -> Iterator[str]:
+        if not self.sampling.truncates:
+            return
         sampling, top_k = self.sampling, self.sampling.top_k
         limit = f"a server names every token that could have been drawn, at most {MOST_KEPT}"
         if top_k is None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
@@ -83,6 +83,10 @@ class RunConfig(Section):
         return changed
 
     @property
+    def is_colocated(self) -> bool:
+        return self.rollout.server.placement == "colocated" and self.rollout.replay is None
+
+    @property
     def fewest_sequences(self) -> int:
         """A group of micro-batches per data-parallel rank, for all mini-batches."""
         parallel = self.engine.parallel
@@ -128,11 +132,8 @@ class RunConfig(Section):
             raise ValueError(f"a run cannot write to the system's own /{parts[1]}; name a folder on a disk")
         return output
 
-    @model_validator(mode="after")
-    def _has_the_metrics(self, info: ValidationInfo) -> Self:
-        for fault in _metric_faults(self) if (info.context or {}).get("trains", True) else ():
-            raise ValueError(fault)
-        return self
+    def _training_faults(self) -> Iterator[str]:
+        return _metric_faults(self)
 
     def _faults(self) -> Iterator[str]:
         yield from _engine_faults(self)
@@ -158,10 +159,6 @@ def _show_paths(value: Sources) -> str:
     return value if isinstance(value, str) else ", ".join(source.path for source in value)
 
 
-def _colocated(run: RunConfig) -> bool:
-    return run.rollout.server.placement == "colocated" and run.rollout.replay is None
-
-
 def _engine_faults(run: RunConfig) -> Iterator[str]:
     parallel, fp8, dtype = run.engine.parallel, run.engine.fp8, run.dtype()
     if run.engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
@@ -179,7 +176,7 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
         yield f"model.lora with engine.fp8.recipe = {fp8.recipe}, which would not quantise merged weights again; leave one out"
     if fp8.params and not run.optimizer.distributed:
         yield "engine.fp8.params = true needs optimizer.distributed = true, whose fp32 masters make FP8 weights; set it"
-    if fp8.params and _colocated(run):
+    if fp8.params and run.is_colocated:
         yield f"engine.fp8.params = true with {_COLOCATED}: FP8 weights {_STAY_ON_GPU}; set it to false, or another placement"
 
 
@@ -215,7 +212,7 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
         yield f"optimizer.{name} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out"
     if optimizer.own_masters and dtype != "bfloat16":
         yield f"optimizer.{name} with model.dtype = {dtype}: its Adam has fp32 masters of bfloat16 weights; set that dtype"
-    if _colocated(run) and "fp8" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
+    if run.is_colocated and "fp8" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
         yield f"optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with {_COLOCATED}: FP8 {_STAY_ON_GPU}; use bfloat16"
     if engine.overlap_param_gather and not optimizer.distributed:
         yield "engine.overlap_param_gather = true gathers weights, and only optimizer.distributed = true shares them; set it"

@@ -14,7 +14,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import changed
-from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, is_colocated, on_gpu
+from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, on_gpu
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
 from tepo_megatron.weights.architecture import ModelSpec
@@ -118,7 +118,7 @@ class Plan:
                     f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {self._suggest(usable)}"
                 )
             share, memory = config.rollout.server.gpu_memory_utilization, config.cluster.gpu_memory_gib * GIB
-            if is_colocated(config) and share * memory + worst.context > memory:
+            if config.is_colocated and share * memory + worst.context > memory:
                 yield (
                     f"a colocated server takes rollout.server.gpu_memory_utilization = {share:g} of a GPU, and the trainer "
                     f"keeps {worst.context / GIB:.1f} GiB of its {memory / GIB:g} for CUDA and NCCL; lower it to "

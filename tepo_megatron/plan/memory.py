@@ -42,10 +42,6 @@ def on_gpu(config: RunConfig) -> bool:
     return config.engine.platform != "cpu"
 
 
-def is_colocated(config: RunConfig) -> bool:
-    return config.rollout.server.placement == "colocated" and config.rollout.replay is None
-
-
 @dataclass(frozen=True)
 class _Terms:
     @property
@@ -183,7 +179,7 @@ class TrainingRanks:
             transient=transient,
             communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
             context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if on_gpu(config) else 0,
-            server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if is_colocated(config) else 0,
+            server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if config.is_colocated else 0,
         )
 
     def _teacher_bytes(self, stage: int) -> tuple[float, list[float]]:
@@ -315,7 +311,7 @@ class TrainingRanks:
             process=_PROCESS,
             states=self.host_state_bytes * owned,
             teachers=sum(self._teacher_bytes(stage)[1]) + self._teacher_states(step_tokens),
-            turns=memory.weights + memory.optimizer + memory.reference if is_colocated(self.config) else 0,
+            turns=memory.weights + memory.optimizer + memory.reference if self.config.is_colocated else 0,
             staged=CHECKPOINT_BYTES * owned if self.saves_beside_training else 0,
             routes=2 * self._step_routes(step_tokens),
         )

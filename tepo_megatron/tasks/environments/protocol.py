@@ -147,10 +147,13 @@ class Strangers:
 
 def read_key(path: Path, setting: str = "environment.key_file", *, write: bool = False) -> str:
     """``write``: writes a missing file, for its owner only. Raises ValueError if it is missing or not its owner's alone."""
-    if write and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32))
+    try:
+        if write and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32))
+    except OSError as error:
+        raise ValueError(f"{setting} = {path} cannot be written ({error.strerror}); give another file") from error
     try:
         status, key = path.stat(), path.read_text("utf-8", "replace").strip()
     except OSError as error:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.cli.bench import _finish
 from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
-from tepo_megatron.tools.results import select
+from tepo_megatron.tools.results import Report, Table, select
 from tests.support.cli import invoke
 from tests.support.processes import gone
 from tests.support.shell import write_script
@@ -131,6 +132,14 @@ def test_every_part_ends_within_the_ten_minutes_of_a_lent_machine_and_is_listed(
     assert all(0 < part.limit_s <= 540 for part in PARTS)
     listed = json.loads(invoke("bench", "gpu", "--list", "--json").stdout)
     assert [row["part"] for row in listed] == [part.name for part in PARTS]
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_a_benchmark_prints_one_document(tables: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(["a", "b"], [["1", "2"]])
+    _finish(Report("x", {}, [table] * tables, ""), tmp_path, as_json=True)
+    records = [{"a": "1", "b": "2"}]
+    assert json.loads(capsys.readouterr().out) == (records if tables == 1 else [records, records])
 
 
 def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.schema import json_schema, schema_rows
 from tepo_megatron.tools.faults.input_faults import malformed_config
-from tests.support.programs import run_python
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
 
@@ -166,10 +165,6 @@ def test_one_slip_of_the_finger_is_met_with_the_key_that_was_meant(path: str, da
     if f"{prefix}{slip}" in known or len(key) < 3:
         return
     assert any(f"did you mean {prefix}{key}?" in line for line in problems(None, f"{prefix}{slip}=1"))
-
-
-def test_the_configuration_does_not_import_torch() -> None:
-    run_python("-c", "import sys, tepo_megatron.config.load\nassert not {'torch', 'numpy'} & set(sys.modules)")
 
 
 @settings(deadline=None, max_examples=80)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.config.paths import absolute, with_paths
+from tepo_megatron.config.paths import absolute, paths_in
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.launch.job import on_nodes
 from tepo_megatron.tools.sweep import read_sweep, runs_of
@@ -41,19 +40,8 @@ cluster: {ssh_identity: a/identity, setup: ["kept.py:as_written"]}
 """
 
 
-def paths_of(config: Any) -> dict[str, str]:
-    result = {}
-
-    def note(field: str, path: str) -> str:
-        result[field] = path
-        return path
-
-    with_paths(config, note)
-    return result
-
-
 def test_every_field_of_a_path_is_known() -> None:
-    known = paths_of(yaml.safe_load(EVERY_PATH))
+    known = paths_in(yaml.safe_load(EVERY_PATH))
     rows = {row.path.replace("[]", "[0]").replace("NAME", "template"): row.allowed for row in schema_rows(of_lists=True)}
     assert {field for field, allowed in rows.items() if "a path" in allowed} <= known.keys()
     assert "kept.py" not in known.values()
@@ -76,7 +64,7 @@ def test_a_file_means_the_same_wherever_the_command_starts(
     monkeypatch.chdir(tmp_path / start)
     named = file if as_absolute else Path(os.path.relpath(file))
     config = load_run(named, ["rollout.replay=recorded"])
-    assert paths_of(absolute(config)) == {
+    assert paths_in(absolute(config)) == {
         "output": f"{tmp_path}/bases/made",
         "data.train": f"{tmp_path}/bases/a/train.jsonl",
         "data.heldout": f"{tmp_path}/heldout.jsonl",
@@ -120,13 +108,16 @@ def test_the_settings_of_a_sweep_are_relative_to_its_file(tmp_path: Path, monkey
     file = Path("sweeps/one.yaml")
     file.write_text(
         "run: ../run.yaml\noutput: made\noverrides: ['data.filter=[own.py:keep]', optimizer.lr=1e-5]\n"
-        "axes: {data: {mine: 'data.train=mine.jsonl', sums: ['data.train=builtin:addition', 'data.order=own.py:f']}}\n"
+        "axes: {data: {mine: ['data.train=mine.jsonl', 'objective.preset=mine.yaml'], "
+        "sums: ['data.train=builtin:addition', 'data.order=own.py:f']}}\n"
     )
+    Path("sweeps/mine.yaml").write_text("trust_region: {kind: clip, low: 0.125, high: 0.25}\n")
     mine, sums = runs_of(sweep := read_sweep(file))
     assert mine.folder == Path("sweeps/made/mine-seed0")
     configs = [load_run(sweep.run, run.overrides) for run in (mine, sums)]
     assert [config.data.filter for config in configs] == [("sweeps/own.py:keep",)] * 2
     assert [config.data.train for config in configs] == ["sweeps/mine.jsonl", "builtin:addition"]
+    assert configs[0].objective.trust_region.model_dump()["low"] == 0.125
     assert (configs[1].data.order, configs[1].optimizer.lr) == ("sweeps/own.py:f", 1e-5)
 
 

@@ -118,12 +118,23 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("trl", "{warmup_ratio: 0.1}"), ("verl", "{actor_rollout_ref: {actor: {optim: {lr_warmup_steps_ratio: 0.1}}}}")],
+    [
+        ("trl", "{warmup_ratio: 0.1}"),
+        ("trl", "{warmup_steps: 0.1}"),
+        ("verl", "{actor_rollout_ref: {actor: {optim: {lr_warmup_steps_ratio: 0.1}}}}"),
+    ],
 )
 def test_a_share_of_unknown_steps_is_said(name: str, text: str) -> None:
     made, left = convert(name, text)
     assert "optimizer.warmup_steps" not in made
-    assert any("ratio = 0.1 is of" in sentence and "set optimizer.warmup_steps" in sentence for sentence in left)
+    assert any("= 0.1 is of" in sentence and "set optimizer.warmup_steps" in sentence for sentence in left)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("warmup_steps: 0.05", 20), ("warmup_ratio: 0.05", 20), ("warmup_steps: 30, warmup_ratio: 0.1", 30)]
+)
+def test_a_warm_up_of_trl_is_steps_or_a_share_of_them(text: str, steps: int) -> None:
+    assert convert("trl", f"{{{text}, max_steps: 400}}")[0]["optimizer.warmup_steps"] == steps
 
 
 def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> None:

@@ -303,6 +303,8 @@ def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
         read_key(tmp_path / "key")
     with pytest.raises(ValueError, match="'tepo environment serve' writes it"):
         read_key(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"environment.key_file = .*/key/below cannot be written \(File exists\)"):
+        read_key(tmp_path / "key" / "below", write=True)
 
 
 @pytest.fixture(scope="module")
