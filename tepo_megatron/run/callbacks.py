@@ -130,7 +130,7 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> object:
         return loaded
     try:
         return loaded(**kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         arguments = f"kwargs {', '.join(kwargs)}" if kwargs else "no kwargs"
         reason = f"{type(error).__name__}: {error}{_place(error)}"
         raise ValueError(f"{what} cannot be made with {arguments}: {reason}") from error

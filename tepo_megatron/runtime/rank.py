@@ -75,7 +75,7 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
         work()
     except StopRequested as stop:
         return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if signals.requested is not None and not signals.at_risk() and not getattr(error, _REPORTED, False):
             return _leave(StopRequested(signals.requested).exit_code)  # the error follows from the stop
         _report(error)
@@ -87,7 +87,7 @@ def report_before_leaving(kind: type[BaseException] | None, error: BaseException
     """Reports this rank's error before peers fail of the closed connection."""
     del kind, trace
     signals = stop_signals()
-    if under_torchrun() and isinstance(error, Exception) and (signals.requested is None or signals.at_risk()):
+    if under_torchrun() and isinstance(error, Exception | SystemExit) and (signals.requested is None or signals.at_risk()):
         _report(error)
 
 
@@ -95,7 +95,7 @@ def print_error(text: str) -> None:
     echo(f"error: {text}", err=True)
 
 
-def _report(error: Exception) -> None:
+def _report(error: BaseException) -> None:
     if getattr(error, _REPORTED, False):
         return
     setattr(error, _REPORTED, True)

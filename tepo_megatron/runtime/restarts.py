@@ -195,7 +195,7 @@ class NodeMeeting:
             for beat in count():
                 try:
                     self._watching.set(f"alive/{self._node}", str(beat))
-                    if self._node == 0 and any(self._is_silent(node, beats) for node in members):
+                    if self._node == 0 and any(self._is_silent(number, node, beats) for node in members):
                         self._watching.set(f"{number}/over", "1")
                     over = self._watching.check([f"{number}/over"])
                 except RuntimeError:  # the first node is gone: the next request of the main thread says so
@@ -216,9 +216,11 @@ class NodeMeeting:
             stop.set()
             thread.join()
 
-    def _is_silent(self, node: int, beats: dict[int, tuple[bytes, float]]) -> bool:
+    def _is_silent(self, number: int, node: int, beats: dict[int, tuple[bytes, float]]) -> bool:
         beat = self._watching.get(f"alive/{node}") if self._watching.check([f"alive/{node}"]) else b""
         now = time.monotonic()
+        if self._watching.check([f"{number}/end/{node}"]):
+            return False  # its ranks have ended; it waits for the others
         if node not in beats or beats[node][0] != beat:
             beats[node] = beat, now
         return now - beats[node][1] > SILENT_S

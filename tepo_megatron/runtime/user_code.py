@@ -45,7 +45,7 @@ def load_user_code(name: str, what: str) -> Any:
     place, _, attribute = locate_user_code(name, what).rpartition(":")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{what} cannot be loaded: importing {place} raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:

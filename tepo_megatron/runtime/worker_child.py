@@ -335,7 +335,7 @@ class WorkerLimits:
             if cause.errno == errno.EFBIG:
                 return f" ({one}'s files may have {self.section}.file_mb = {self.file_mb})"
             if cause.errno == errno.EMFILE:
-                return f" ({one} may have {OPEN_FILES} files open)"
+                return f" ({one} may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open)"
             if not self.network and (isinstance(cause, socket.gaierror) or cause.errno in _NO_NETWORK):
                 return f" (this {self.what} has no network; {self.section}.network=true gives it one)"
         return ""

@@ -101,7 +101,7 @@ def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
     if inspect.isclass(loaded):
         try:
             loaded = loaded()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{what} cannot be made without arguments: {type(error).__name__}: {error}") from error
     if not callable(loaded):
         kind = type(loaded).__name__
@@ -116,7 +116,7 @@ def draw_groups(collect: Collect, problems: Sequence[Problem], sampler: StepSamp
     what, samples = f"rollout.collect = {sampler._config.rollout.collect}", sampler.samples
     try:
         rollouts = collect(problems, sampler)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_ours(error) or isinstance(error, ServerDied):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]

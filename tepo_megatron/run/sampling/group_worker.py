@@ -203,7 +203,7 @@ class BackgroundThread:
     def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
         self._work, self._buffer = work, buffer
         self._is_ready = self._is_closed = False
-        self._error: Exception | None = None
+        self._error: Exception | SystemExit | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -247,7 +247,7 @@ class BackgroundThread:
                 generation = self._buffer.generation
             try:
                 self._work(lambda: self._is_closed or self._buffer.generation != generation)  # noqa: B023 read in this round
-            except Exception as error:  # the main thread raises it
+            except (Exception, SystemExit) as error:  # the main thread raises it
                 with changed:
                     self._error, self._is_ready = error, False
                     changed.notify_all()

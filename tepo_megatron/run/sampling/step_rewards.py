@@ -143,7 +143,7 @@ class GroupFilters:
             problem = f"the group of problem {group[0].problem_id!r}"
             try:
                 decision = keeps(rewarded)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise RuntimeError(f"{what} raised {type(error).__name__} on {problem}: {error}") from error
             if not isinstance(decision, bool):
                 raise RuntimeError(f"{what} returned {decision!r} for {problem}; return True to keep it, or False")

@@ -154,20 +154,25 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
                 if cells:  # not a blank line
                     yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
                 line = reader.line_num + 1
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
+        except UnicodeDecodeError:
+            _text(path.read_bytes(), str(path), "")  # which counts from the file's begin
+            raise
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: not CSV: {error}; JSON lines or Parquet take any text") from error
 
 
-def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
-    """Numbers stay text, because "1.50" must not become "1.5"."""
+def _text(data: bytes, place: str, of: str) -> str:
     try:
-        # Editors on Windows write a byte-order mark.
-        text = data.decode("utf-8-sig")
-        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        return data.decode().removeprefix("\ufeff")  # editors on Windows write a byte-order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 text (byte {error.start + 1}{of}); save the file as UTF-8") from error
+
+
+def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
+    """Numbers stay text, because "1.50" must not become "1.5"."""
+    text = _text(data, place, of)
+    try:
+        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error

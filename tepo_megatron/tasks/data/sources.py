@@ -126,7 +126,7 @@ def _load_filter(name: str) -> _OfProblem:
 def _call(function: _OfProblem, what: str, problem: Problem) -> Any:
     try:
         return function(problem)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{what} raised {type(error).__name__} on problem {problem.id!r}: {error}") from error
 
 

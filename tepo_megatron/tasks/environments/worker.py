@@ -122,7 +122,7 @@ class EpisodeTable:
         kwargs = self._setup["kwargs"]
         try:
             return self._make()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             options = f"environment.kwargs {', '.join(kwargs)}" if kwargs else "no environment.kwargs"  # values may be private
             raised = f"it raised {type(error).__name__}: {error}"
             raise ValueError(f"the environment {self._setup['name']!r} cannot be made with {options}: {raised}") from error

@@ -79,7 +79,7 @@ def _scoring(setup: Mapping[str, Any], limits: WorkerLimits, custom: Any) -> tup
     if inspect.isclass(verifier):
         try:
             verifier = verifier(**kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = limits.raised(error, verifier.__init__).removeprefix("the verifier ")
             arguments = f"reward.kwargs {', '.join(kwargs)}" if kwargs else "no reward.kwargs"  # values may be private
             raise ValueError(f"the verifier {name!r} cannot be made with {arguments}: it {why}") from error

@@ -83,6 +83,7 @@ GOOD = '{"prompt": "p", "answer": "a", "id": "one"}\n'
         ("csv", "prompt,prompt\n1,2\n", ":1: the first line of a CSV file names each column once; this one has"),
         ("csv", 'prompt,answer\n"1,2\n', ":2: not CSV: .*; JSON lines or Parquet take any text"),
         ("csv", b"prompt,answer\n\xff,2\n", r": not UTF-8 text \(byte 15\); save the file as UTF-8"),
+        ("csv", b"prompt,answer\n" + b"1,2\n" * 5000 + b"\xff,2\n", r": not UTF-8 text \(byte 20015\)"),
         ("csv", "prompt,answer\n", " has no problem in it"),
         ("csv", "question,answer\n1,2\n", r":2: 'prompt' is missing .*, answer.* such as data\.fields\.prompt=question"),
         ("json", '[{"prompt": "x", "answer": "y"}, 3]', ", row 2: not a JSON object"),

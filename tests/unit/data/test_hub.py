@@ -16,6 +16,8 @@ from huggingface_hub import constants
 
 from tepo_megatron.cli import doctor
 from tepo_megatron.config.data import SourceConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.run.api import prepare_run
 from tepo_megatron.runtime.hub import hub_folder
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -146,6 +148,12 @@ def train(out: Path, rollouts: Path, hub: str) -> subprocess.CompletedProcess[st
     command = [sys.executable, "-m", "tepo_megatron", "train", *settings]
     environment = {**os.environ, "HF_HUB_CACHE": str(out.with_name("empty")), "HF_ENDPOINT": hub}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_the_model_of_a_teacher_is_downloaded_before_ranks_start(hub: list[str], tmp_path: Path) -> None:
+    teacher = ["teachers.old.path=hub:me/tiny", "objective.distill.coefficient=0.5"]
+    prepare_run(load_run(None, [f"output={tmp_path}/out", *teacher]))
+    assert any(path.startswith("/me/tiny/resolve/") for path in hub)
 
 
 @pytest.mark.slow

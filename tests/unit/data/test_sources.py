@@ -49,8 +49,10 @@ def test_filters_and_their_counts(tmp_path: Path) -> None:
     own = tmp_path / "keeps.py"
     own.write_text(
         "def short(problem):\n    return len(problem.prompt) < 3\n\ndef vague(problem):\n    return 1\n\n"
-        "def broken(problem):\n    return problem.grade\n"
+        "def broken(problem):\n    return problem.grade\n\ndef leaves(problem):\n    raise SystemExit(0)\n"
     )
+    program = tmp_path / "program.py"
+    program.write_text("def keep(problem):\n    return True\n\nraise SystemExit(0)\n")
     path = write_jsonl(tmp_path / "a.jsonl", [*rows("1", "22", "1", "333"), {"prompt": "4", "answer": "none"}])
     (found,) = read(train=path, filter=["unique", "number", f"{own}:short"])
     assert [problem.prompt for problem in found.used] == ["1", "22"]
@@ -61,10 +63,13 @@ def test_filters_and_their_counts(tmp_path: Path) -> None:
     for name, message in (
         ("vague", r"the filter vague \(data\.filter\) returned 1 for problem 'a:1'; return True to keep it, or False"),
         ("broken", r"the filter broken \(data\.filter\) raised AttributeError on problem 'a:1'"),
+        ("leaves", r"the filter leaves \(data\.filter\) raised SystemExit on problem 'a:1': 0"),
         ("nothing", "has no function nothing"),
     ):
         with pytest.raises(ValueError, match=message):
             read(train=path, filter=[f"{own}:{name}"])
+    with pytest.raises(ValueError, match=r"cannot be loaded: importing /.*/program\.py raised SystemExit: 0"):
+        read(train=path, filter=[f"{program}:keep"])
     none = write_jsonl(tmp_path / "none.jsonl", [{"prompt": "4", "answer": "none"}])
     with pytest.raises(ValueError, match=r"none of the 1 problems of \S+none\.jsonl is left: 1 refused by the filter number"):
         read(train=[{"path": path}, {"path": none}], filter=["number"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -352,6 +353,7 @@ def spoiled(**changes: Any) -> Any:
         (lambda found: None, "returned no list of rollouts in step 1"),
         (lambda found: [each.text for each in found], "returned no list of rollouts in step 1"),
         (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_collect\.py:\d+\)"),
+        (lambda found: sys.exit(3), r"raised SystemExit in step 1: 3 \(.*test_collect\.py:\d+\)"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_with_a_sentence(how: Any, says: str, tmp_path: Path) -> None:

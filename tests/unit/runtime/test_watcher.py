@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from tepo_megatron.runtime import restarts
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
 
@@ -109,3 +113,20 @@ def test_rank_0_is_left_to_end_what_it_started_where_another_hangs_too() -> None
     assert hang.processes == (1001,)
     assert "rank 0 (process 1000 on here) has not moved for 150 s (train.hang_timeout_s = 100)" in hang.sentence
     assert only.processes == (1000,)
+
+
+def test_a_node_whose_ranks_have_ended_well_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first node still export, or a callback of theirs does."""
+    monkeypatch.setattr(restarts, "SILENT_S", 0.2)
+    monkeypatch.setattr(restarts, "POLL_INTERVAL_S", 0.02)
+    store = HashStore()
+
+    def export(_place: int) -> restarts.RanksEnd:
+        return restarts.RanksEnd(subprocess.run(["sleep", "2"], env={**os.environ, "RANK": "0"}).returncode)
+
+    def agent(node: int) -> restarts.RanksEnd:
+        meeting = restarts.NodeMeeting(store, store, node, 2, 0, 3, 60.0)
+        return meeting.run(export if node == 0 else lambda _place: restarts.RanksEnd(0))
+
+    with ThreadPoolExecutor(2) as agents:
+        assert [end.code for end in agents.map(agent, range(2))] == [0, 0]
