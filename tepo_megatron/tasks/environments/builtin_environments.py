@@ -24,9 +24,14 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.FloorDiv: lambda a, b: a // b - (1 if _rounds_up(a, b) else 0),
+    ast.Mod: lambda a, b: a % b + (b if _rounds_up(a, b) else 0),
 }
+
+
+def _rounds_up(a: Decimal, b: Decimal) -> bool:
+    """Decimal rounds a quotient to 0, Python down."""
+    return a % b != 0 and (a < 0) != (b < 0)
 
 
 class _Tool:
@@ -89,15 +94,16 @@ def _compute(expression: str) -> str:
 
 def _value(node: ast.expr) -> Decimal:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Decimal(str(node.value))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        result = Decimal(str(node.value))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         result = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-        if abs(result) > _LARGEST:
-            raise ValueError("too large")
-        return result
-    raise ValueError("not arithmetic")
+    else:
+        raise ValueError("not arithmetic")
+    if abs(result) > _LARGEST:
+        raise ValueError("too large")
+    return result
 
 
 _NUMBER = re.compile(r"\d+")
