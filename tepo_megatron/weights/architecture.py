@@ -328,7 +328,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
             rotary_fraction=_number(rope.get("partial_rotary_factor", family.rotary_fraction), "partial_rotary_factor", where)
             if family.rotary_fraction
             else 1.0,
-            dense_layers=raw["first_k_dense_replace"] if family.shared else 0,
+            dense_layers=_size(raw, "first_k_dense_replace", where, smallest=0) if family.shared else 0,
             dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
         )
     except KeyError as error:
@@ -343,10 +343,11 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
 
 
-def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
+def _size(raw: Mapping[str, Any], key: str, where: str, *, smallest: int = 1) -> int:
     value = raw[key]
-    if type(value) is not int or not 0 < value < 2**31:
-        raise ValueError(f"{where}: {key} = {repr(value)[:60]} is no positive whole number; the model folder is damaged")
+    if type(value) is not int or not smallest <= value < 2**31:
+        kind = "positive whole number" if smallest else "whole number from 0"
+        raise ValueError(f"{where}: {key} = {repr(value)[:60]} is no {kind}; the model folder is damaged")
     return value
 
 

@@ -14,6 +14,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.terms import Distill
 from tepo_megatron.core.types import Batch, Divergence
 from tepo_megatron.trainer.megatron.forward import Forward
+from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.model import Layers, fused_head
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages
@@ -31,7 +32,9 @@ class Teacher:
     def build(cls, config: RunConfig, folder: Path, forward: Forward, layers: Layers, *, keeps_states: bool) -> Teacher:
         """Every rank calls. Raises ValueError for another model than ``check_config`` accepts."""
         spec = read_model_spec(folder)
-        engine = config.engine.model_copy(update={"parallel": config.engine.parallel.even, "head": "fused"})
+        settings = {"parallel": config.engine.parallel.even, "head": "fused", "recompute": "none"}
+        engine = config.engine.model_copy(update=settings)
+        fp8.check_model(engine.fp8, spec, engine.parallel)
         model = config.model.model_copy(update={"lora": None, "shards": None})
         config = config.model_copy(update={"engine": engine, "model": model})
         split = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=layers.kind == "te")

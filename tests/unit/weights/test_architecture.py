@@ -110,6 +110,10 @@ def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str)
         ("LlamaForCausalLM", {"num_key_value_heads": 4}, r"num_key_value_heads = 4 does not divide num_attention_heads = 6"),
         ("LlamaForCausalLM", {"vocab_size": "many"}, r"vocab_size = 'many' is no positive whole number"),
         ("LlamaForCausalLM", {"num_hidden_layers": 0}, r"num_hidden_layers = 0 is no positive whole number"),
+        *(
+            ("Glm4MoeForCausalLM", {"first_k_dense_replace": value}, "first_k_dense_replace = .* is no whole number from 0")
+            for value in (-1, 1.5, "1")
+        ),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(architecture: str, change: dict[str, Any], message: str) -> None:
