@@ -277,8 +277,9 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
 
 def _download(config: RunConfig) -> None:
     problems = [] if config.rollout.replay is not None else [*config.data.paths.values(), *config.evaluate.paths.values()]
-    if config.model.path.startswith(HUB):
-        hub_folder(config.model.path, "model")
+    models = [config.model.path, *(teacher.path for teacher in config.teachers.values())]
+    for path in (path for path in models if path.startswith(HUB)):
+        hub_folder(path, "model")
     for path in (path for path in problems if path.startswith(HUB)):
         hub_folder(path, "dataset")
 
@@ -286,15 +287,10 @@ def _download(config: RunConfig) -> None:
 def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
     from tepo_megatron.sampler.protocol import sampler_spec
 
-    world_size, restarts = config.engine.parallel.world_size, config.train.max_restarts
-    with sampler_spec().outlive_ranks(config) if _keeps_servers(config) else nullcontext():
+    world_size, restarts, rollout = config.engine.parallel.world_size, config.train.max_restarts, config.rollout
+    outlive = restarts and rollout.replay is None and rollout.server.placement == "local"  # rank 0's would end with it
+    with sampler_spec().outlive_ranks(config) if outlive else nullcontext():
         return run_ranks(["train", *arguments], world_size, status=config.output / "status", max_restarts=restarts)
-
-
-def _keeps_servers(config: RunConfig) -> bool:
-    """Servers of rank 0 would end with it."""
-    restarts, rollout = config.train.max_restarts, config.rollout
-    return bool(restarts) and rollout.replay is None and rollout.server.placement == "local"
 
 
 def _check_restarts(config: RunConfig) -> None:

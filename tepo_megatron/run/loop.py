@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import is_ours
-from tepo_megatron.plan.memory import is_colocated
 from tepo_megatron.run.consistency_checks import Canary
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
@@ -42,10 +41,6 @@ class Loop:
     heartbeat: Heartbeat
     step: int = 0
     updates_sent: int = 0
-    skipped: SkippedUpdates = field(init=False)
-    rollback: Rollback = field(init=False)
-    stopping: Stopping = field(init=False)
-    saves_beside_training: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
@@ -202,7 +197,7 @@ class Loop:
         engine, saved_step = self.engine, self.stopping.saved_step
         self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
         if self.step > saved_step:
-            if is_colocated(self.config):
+            if self.config.is_colocated:
                 self.on_root(lambda rank0: rank0.close())  # the servers have the GPUs, and are not needed again
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
@@ -37,7 +38,7 @@ from tepo_megatron.runtime.restarts import job_name
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import truncation_of
-from tepo_megatron.tasks.evaluate.evaluation import Pools, evaluate_all
+from tepo_megatron.tasks.evaluate.evaluation import evaluate_all
 from tepo_megatron.tasks.protocol import Task
 from tepo_megatron.trainer.protocol import UpdateResult
 
@@ -59,7 +60,7 @@ class Rank0:
         output: Output,
         heartbeat: Heartbeat,
         task: Task,
-        pools: Pools,
+        pools: Mapping[str | None, Task],
         callbacks: Callbacks,
         collect: Collect | None,
     ) -> None:
@@ -77,7 +78,7 @@ class Rank0:
             config,
             inputs,
             self._rewards,
-            JudgedTask(task, self.teachers) if self.teachers else task,
+            JudgedTask(task, self.teachers) if self.teachers.samplers else task,
             Journal(config, output.message, output.write_failed, inputs.tokenizer.eos_ids),
             self.servers.sampler,
             phase=self.phase,
@@ -179,6 +180,10 @@ class Rank0:
             settings: dict[str, Any] = {"on_progress": self.heartbeat.moved, "on_move": self.heartbeat.moved}
             settings |= truncation_of(self.config.rollout.sampling)
             generate, heldout = partial(sampler.generate, **settings), self._inputs.heldout
+            scorers: dict[str | None, Any] = {
+                name: SimpleNamespace(score=partial(pool.score, on_move=self.heartbeat.moved))
+                for name, pool in self._pools.items()
+            }
             result = evaluate_all(
                 self.config,
                 heldout,
@@ -186,7 +191,7 @@ class Rank0:
                 generate=generate,
                 generate_heldout=self._task.heldout_generate(generate, sampler, heldout, **settings),
                 tokenizer=self._inputs.tokenizer,
-                pools=self._pools,
+                pools=scorers,
                 seed=partial(derive_seed, self.config.seed, step),
                 step=step,
             )

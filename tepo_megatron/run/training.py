@@ -10,7 +10,6 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
-from tepo_megatron.plan.memory import is_colocated
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo
 from tepo_megatron.run.checks import check_model, teacher_folders
 from tepo_megatron.run.display.progress import make_progress
@@ -78,7 +77,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
     # Megatron-Core takes seconds to import; the servers start meanwhile.
-    teachers, shares_gpus = teacher_folders(config), is_colocated(config)
+    teachers, shares_gpus = teacher_folders(config), config.is_colocated
     engine = trainer_kind().make_trainer(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
     stack.callback(engine.close)
     stack.push(report_before_leaving)
@@ -130,7 +129,6 @@ def _raise_failure(loop: Loop) -> None:
 def _resume(loop: Loop, model_dir: Path) -> None:
     checkpoint = resume(loop.config, loop.engine, model_dir)
     loop.step = loop.stopping.saved_step = checkpoint.step
-    loop.updates_sent = checkpoint.step  # one a step, so that canaries are due when they would have been
     rank0 = loop.rank0
     if rank0 is not None:
         rank0.lost["lost/resume"] += rank0.output.resume_from(loop.step)

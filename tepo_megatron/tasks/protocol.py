@@ -72,11 +72,13 @@ class Task(Protocol):
     """
 
     @property
-    def notice(self) -> str | None: ...
+    def notice(self) -> str | None:
+        return None
 
     @property
     def verifier(self) -> str | None:
         """None: scores only responses of its stream."""
+        return None
 
     components: Sequence[str] | None = None  # of every reward, empty for numbers; None: unknown, or they differ
 
@@ -103,8 +105,14 @@ class Task(Protocol):
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
         """New (key, result) pairs in any order, after at most ``timeout_s`` (None: no limit)."""
 
-    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """Results in order, after a ``reset``."""
+    def score(
+        self,
+        items: Sequence[tuple[Problem, str]],
+        groups: Sequence[Hashable] | None = None,
+        *,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> list[RewardResult]:
+        """Results in order, after a ``reset``. ``on_move`` is called whenever there are new ones."""
         self.reset()
         names = range(len(items)) if groups is None else groups
         sizes = Counter(names)
@@ -113,6 +121,7 @@ class Task(Protocol):
         results: dict[Hashable, RewardResult] = {}
         while len(results) < len(items):
             results.update(self.poll(None))
+            on_move()
         return [results[index] for index in range(len(items))]
 
     def reset(self) -> None: ...

@@ -140,7 +140,9 @@ class FakeVerifiers:
         self.scored += len(finished)
         return finished
 
-    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Any] | None = None) -> list[RewardResult]:
+    def score(
+        self, items: Sequence[tuple[Problem, str]], groups: Sequence[Any] | None = None, **_options: Any
+    ) -> list[RewardResult]:
         self.scored += len(items)
         return [self._result(problem, text) for problem, text in items]
 

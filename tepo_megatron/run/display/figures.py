@@ -53,6 +53,7 @@ _FILES = {
     "tensorboard": "the same numbers for TensorBoard",
     "checkpoints": "to resume from",
     "model": "the model, for transformers and vLLM",
+    "adapter": "the adapters alone",
     "logs": "what the servers wrote",
     "wandb": "the run for W&B",
     "mlflow": "the run for MLflow",

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved, override
+from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.loggers import check_installed
+from tepo_megatron.runtime.hub import HUB
 from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
@@ -221,15 +224,16 @@ def _none_whole(config: RunConfig, damaged: Sequence[DamagedCheckpoint]) -> str:
 def _is_finished(config: RunConfig, folder: Path) -> bool:
     if folder.resolve().parent != (config.output / "checkpoints").resolve():
         return True  # another run's: there is nothing to complete here
-    made, saved = [config.output / name for name in ("model", "curves.png")], (folder / "state.json").stat().st_mtime
-    return all(path.exists() and path.stat().st_mtime >= saved for path in made)  # 'tepo plot' draws one without the other
+    names = ("model", "curves.png") if config.log.curves else ("model",)  # 'tepo plot' draws one without the other
+    made, saved = [config.output / name for name in names], (folder / "state.json").stat().st_mtime
+    return all(path.exists() and path.stat().st_mtime >= saved for path in made)
 
 
 LOGGED = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
 
 MADE_BY_A_RUN = (
     *LOGGED,
-    *("resolved.yaml", "resolved.*.yaml", "curves.png", "model"),
+    *("resolved.yaml", "resolved.*.yaml", "curves.png", "model", "adapter"),
     *("metrics.before-*.jsonl", "samples.before-*.jsonl", "train_samples.before-*.jsonl", "tokens.before-*"),
     *("checkpoints/step_*", "rollouts/step_*", "journal/step_*", "skipped/step_*", "status/*"),
     *("logs/server-*", "logs/hang-*", "logs/wandb.log", "logs/mlflow.log", "wandb/*", "mlflow/*"),
@@ -318,13 +322,8 @@ def _remove_run(config: RunConfig) -> None:
 
 
 def _check_nothing_is_read_from(config: RunConfig) -> None:
-    reads = {
-        "rollout.replay": config.rollout.replay,
-        "model.path": config.model.path,
-        "model.shards": config.model.shards,
-        **config.data.paths,
-        **config.evaluate.paths,
-    }
-    for name, path in reads.items():
-        if path is not None and Path(path).resolve().is_relative_to(config.output.resolve()):
+    for name, path in paths_in(config).items():
+        if name == "output" or name.endswith((".registry", "key_file")) or path.endswith(".py"):
+            continue  # an --overwrite leaves them
+        if not path.startswith((BUILTIN, HUB)) and Path(path).resolve().is_relative_to(config.output.resolve()):
             raise ValueError(f"--overwrite would remove what {name} = {path} reads; move it, or give another folder (output=…)")

@@ -16,6 +16,7 @@ from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.runtime.proc import STOPPED, Process
 
 _SILENT_S = 60.0  # silence after which a rank on another machine may be gone
+_GONE, _SILENT = ": GONE", ": SILENT"
 
 
 def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:
@@ -23,7 +24,7 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
     config, rows, records = _read(output)
     now = time.time() if now is None else now
     root = next((record for record in records if record.rank == 0), None)
-    is_running = root is not None and not root.ended and _is_there(root, now)
+    is_running = root is not None and not root.ended and not _trouble(root, now).startswith((_GONE, _SILENT))
     lines = [f"{config['name']}: {_head(root, rows, config, now, is_running)}"]
     if is_running and root is not None:
         lines += _roles(root, records, now)
@@ -113,25 +114,14 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*lines, *newest.values()]
 
 
-def _is_there(record: RankRecord, now: float) -> bool:
-    if record.host == socket.gethostname():
-        return _process(record) is not None
-    return now - record.time < _SILENT_S
-
-
-def _process(record: RankRecord) -> Process | None:
-    state = Process.read(record.pid)
-    return state if state is not None and state.alive and state.started == record.started else None
-
-
 def _trouble(record: RankRecord, now: float) -> str:
     if record.host == socket.gethostname():
-        state = _process(record)
-        if state is None:
-            return ": GONE"
+        state = Process.read(record.pid)
+        if state is None or not state.alive or state.started != record.started:
+            return _GONE
         return ": STOPPED (state T)" if state.state == STOPPED else ""
     silent = now - record.time
-    return f": SILENT for {duration(silent)}" if silent > _SILENT_S else ""
+    return f"{_SILENT} for {duration(silent)}" if silent > _SILENT_S else ""
 
 
 def _ago(seconds: float) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.config import RewardConfig, RunConfig
+from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import Callbacks
@@ -66,8 +66,11 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     if evaluate.every and config.data.heldout is not None:
         heldout = read_sources(config.data, "heldout", tokenizer)
     left_out = [notice for source in (*train, *heldout) for notice in source.notices]
-    if replay is None:
-        left_out += _unsolvable(rewards, train)
+    for source in train if replay is None else ():
+        judge = rewards.get(source.name) or rewards.get("")
+        if judge is not None and (lost := check_reachable(judge.verifier, source.used)):
+            refused = f"{lost} problems whose own answer {judge.verifier} refuses"
+            left_out.append(f"{source.path}: {refused}: no response solves them")
     if config.rollout.sampling.needs_tokenizer and replay is None:
         texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
         tokenizer.check_served(texts)
@@ -86,17 +89,6 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     return Inputs(model_dir, spec, tokenizer, problems, unseen, left_out, sets)
 
 
-def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
-    notices = []
-    for source in sources:
-        reward = rewards.get(source.name) or rewards.get("")
-        if reward is not None and (lost := check_reachable(reward.verifier, source.used)):
-            notices.append(
-                f"{source.path}: {lost} problems whose own answer {reward.verifier} refuses: no response solves them"
-            )
-    return notices
-
-
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
     """Raises ValueError with file and line."""
     folder, rollout = config.rollout.replay, config.rollout
@@ -110,8 +102,9 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
 
 def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
     """The first record must have the token masks for scoring, and this model's experts if replayed."""
-    saved = checkpoints(config.output / "checkpoints") if config.train.resume else []
-    first = step_of(saved[-1]) if saved else 0
+    chosen, saved = config.train.resume_from, checkpoints(config.output / "checkpoints") if config.train.resume else []
+    newest = Path(chosen) if chosen is not None else saved[-1] if saved else None
+    first = 0 if newest is None else step_of(newest)
     missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
     if missing:
         raise ValueError(

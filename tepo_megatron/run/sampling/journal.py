@@ -71,6 +71,8 @@ class Journal:
             decides["metadata"] = metadata
         if server.head_dtype != "model":
             decides["head_dtype"] = server.head_dtype
+        if server.routing_replay:
+            decides["routing_replay"] = True
         if environment is not None:
             decides["environment"] = environment.decides()
         if server.speculative:
@@ -155,6 +157,8 @@ class GroupStore:
     def write(self, group: Group) -> None:
         """Returns when the group's responses outlive this process."""
         rollouts = [replace(rollout, group=index) for index, rollout in enumerate(group.samples) if rollout is not None]
+        failed = {index for index, result in group.results.items() if result.error}  # the verifier is asked again
+        rollouts = [replace(item, reward=None, reward_parts={}) if item.group in failed else item for item in rollouts]
         if not self._active or not rollouts:
             return
         with self._journal.reporting(record_path(self._folder, group.number)):

@@ -57,13 +57,6 @@ class ServedTeachers:
     def _report(self, name: str, sentence: str) -> None:
         self._say(f"teacher {name}: {sentence}")
 
-    def __bool__(self) -> bool:
-        return bool(self.samplers)
-
-    def wait_until_ready(self) -> None:
-        for starting in self._starting.values():
-            starting.result()
-
     def name_of(self, problem: Problem) -> str | None:
         """None if a model on the trainer's ranks judges it."""
         name = self._config.teacher_of(problem.source)
@@ -110,18 +103,6 @@ class JudgedTask(Task):
     teachers: ServedTeachers
     _results: dict[Hashable, RewardResult] = field(default_factory=dict)
     _scores: dict[Hashable, Future[_Judged]] = field(default_factory=dict)
-
-    @property
-    def notice(self) -> str | None:
-        return self.inner.notice
-
-    @property
-    def verifier(self) -> str | None:
-        return self.inner.verifier
-
-    @property
-    def components(self) -> Sequence[str] | None:  # type: ignore[override]
-        return self.inner.components
 
     @property
     def scores_groups(self) -> bool:

@@ -28,7 +28,7 @@ Pools = Mapping[str | None, Scorer]
 @contextmanager
 def verifier_pools(
     config: RunConfig, sets: Sequence[EvaluationSet], task: Task, heldout: Sequence[Problem] = ()
-) -> Iterator[Pools]:
+) -> Iterator[Mapping[str | None, Task]]:
     """Yields each verifier's scorer: the task (also for None), which has rehearsed, or a pool. Raises ValueError if one cannot
     score its set, or if it is open which component decides.
     """

@@ -64,6 +64,7 @@ def evaluate_model(
         log_dir=output / "logs",
         seed=config.seed,
         tokenizer=config.rollout.sampling.needs_tokenizer,
+        with_ranks=True,  # not the servers of a training run that starts this
     )
     stored = output / "responses.jsonl"
     if not resume:
@@ -87,11 +88,11 @@ def evaluate_model(
                 pools=pools,
                 seed=lambda _purpose: config.seed,
             )
-    stored.unlink(missing_ok=True)  # the results have them
     _write(output, result)
     own = result.heldout
     heldouts = [] if own is None else [replace(own, of=replace(own.of, truncation=truncation))]
     written = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in (*result.sets, *heldouts)]
+    stored.unlink(missing_ok=True)  # the results have them
     if table:
         console = Terminal.of_output()
         if heldout:

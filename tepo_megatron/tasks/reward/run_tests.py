@@ -85,15 +85,6 @@ class _Handle(_Proxy):
 
     __slots__ = ()
 
-    def __getattr__(self, name: str) -> Any:
-        return self._tepo_peer.ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._tepo_peer.ask("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._tepo_peer.ask("delattr", self, name)
-
 
 _FUNCTIONS = (bool, len, iter, next, str, repr, hash, int, float, complex, round, reversed, abs, format)
 _OTHERS = ("neg", "pos", "invert", "index", "contains", "getitem", "setitem", "delitem")
@@ -104,6 +95,7 @@ _BINARY = (
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **{f"__{function.__name__}__": function for function in _FUNCTIONS},
     **{f"__{name}__": getattr(operator, f"__{name}__") for name in (*_OTHERS, *_BINARY)},
+    **{"__getattr__": getattr, "__setattr__": setattr, "__delattr__": delattr},
     "__instancecheck__": lambda of, value: isinstance(value, of),
     "__subclasscheck__": lambda of, value: issubclass(value, of),
     "__enter__": lambda value: type(value).__enter__(value),
@@ -264,9 +256,7 @@ class _Tests(_Peer):
 class _Program(_Peer):
     def __init__(self, descriptor: int) -> None:
         call = {"__call__": lambda function, /, *args, **kwargs: function(*args, **kwargs), "run": self._run}
-        super().__init__(
-            descriptor, {**_OPERATIONS, **call, "getattr": getattr, "setattr": setattr, "delattr": delattr}, _Proxy
-        )
+        super().__init__(descriptor, {**_OPERATIONS, **call}, _Proxy)
 
     def host(self) -> NoReturn:
         try:

@@ -90,7 +90,7 @@ def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str]
 
 
 NAMES = (
-    *("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "tensorboard/events.out.tfevents.1.h"),
+    *("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "adapter/a", "tensorboard/events.out.tfevents.1.h"),
     *("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"),
     *("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"),
 )
@@ -98,7 +98,7 @@ MADE = {**dict.fromkeys(NAMES, "x"), "metrics.jsonl": ROW}
 OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"}
 
 
-def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path) -> None:
+def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing without a run, as in a home folder that was given by mistake; and nothing that the new run reads."""
     mistaken = {"model/mine": "x", "logs/server-9": "x"}
     write(tmp_path / "home", mistaken)
@@ -106,11 +106,17 @@ def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path) ->
     assert content(tmp_path / "home") == sorted(mistaken)
     folder = tmp_path / "out"
     write(folder, MADE | OTHERS)
-    for section in ({"rollout": {"replay": str(folder / "rollouts")}}, {"model": {"path": str(folder / "model")}}):
-        with pytest.raises(ValueError, match=r"--overwrite would remove what (rollout.replay|model.path) = "):
+    model = {"path": str(folder / "model")}
+    for name, section in (
+        ("rollout.replay", {"rollout": {"replay": str(folder / "rollouts")}}),
+        ("model.path", {"model": model}),
+        ("teachers.old.path", {"teachers": {"old": model}, "objective": {"distill": {"coefficient": 0.5}}}),
+    ):
+        with pytest.raises(ValueError, match=f"--overwrite would remove what {name} = "):
             prepare_folder(in_folder(folder, **section), overwrite=True)
     assert content(folder) == sorted(MADE | OTHERS)
-    prepare_folder(in_folder(folder), overwrite=True)
+    monkeypatch.chdir(folder)  # where builtin:addition is no file
+    prepare_folder(in_folder(folder, reward={"verifier": f"{folder}/mine.py:score"}), overwrite=True)
     assert content(folder) == sorted(OTHERS)
     assert {path.name for path in folder.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt"}
 
@@ -242,6 +248,10 @@ def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"the run has reached train\.steps = 6, and is complete"):
         find_checkpoint(config(tmp_path, "train.steps=6"), MODEL)
+    (tmp_path / "curves.png").unlink()
+    with pytest.raises(ValueError, match="is complete"):
+        find_checkpoint(config(tmp_path, "train.steps=6", "log.curves=false"), MODEL)
+    (tmp_path / "curves.png").touch()
     os.utime(tmp_path / "curves.png", (0, 0))  # of an earlier end, before the steps were raised
     assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
     with pytest.raises(ValueError, match="is complete"):

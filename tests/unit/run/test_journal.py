@@ -96,6 +96,7 @@ def test_what_was_written_is_found(tmp_path: Path) -> None:
         ["reward.weights.correct=1"],
         ["rollout.server.dtype=float32"],
         ["rollout.server.head_dtype=float32"],
+        ["rollout.server.routing_replay=true"],
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from tepo_megatron.errors import is_ours
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.tasks.protocol import Task
 from tests.support.fake_sampling import Killed
 
 SHARED = {"rollout.server.placement": "colocated"}
@@ -40,6 +41,28 @@ def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Any) -> N
     assert run.noted("noise", "canary", "row") == [
         *("canary", "canary", "row 0", "noise", "row 1", "row 2", "noise", "canary", "row 3", "row 4")
     ]
+
+
+def test_servers_of_a_resumed_run_are_checked_at_once(reference_run: Any) -> None:
+    """Its rows are those of a run that was not interrupted."""
+    settings = {"rollout.canary.every": 3, "train": {"steps": 1, "save_every": 1, "resume": "auto"}}
+    reference_run(settings).run()
+    resumed = reference_run({**settings, "train.steps": 2}).run()
+    assert resumed.noted("canary", "row") == ["canary", "row 2"]
+    assert "canary/max_logprob_gap" not in resumed.rows[-1]
+
+
+def test_verdicts_of_an_evaluation_are_progress(reference_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[Any] = []
+    score = Task.score
+
+    def note(self: Task, *args: Any, **options: Any) -> Any:
+        moves.append(options.get("on_move"))
+        return score(self, *args, **options)
+
+    monkeypatch.setattr(Task, "score", note)
+    run = reference_run({"evaluate.every": 2}).run()
+    assert [move for move in moves if move] == [run.loop.rank0.heartbeat.moved] * 4  # greedy and sampled, twice
 
 
 def test_a_last_step_that_is_not_due_is_saved(reference_run: Any) -> None:

@@ -24,6 +24,7 @@ from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.sampler.protocol import Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.run_compatibility import served_teachers
 from tests.support.example_runs import train_on_references
 from tests.support.reference_sampler import ReferenceSampler
@@ -146,6 +147,19 @@ def test_a_group_that_is_drawn_again_has_its_top_tokens(tmp_path: Path) -> None:
     assert again.results[0].of(rollout) == again.samples[0] == rollout
 
 
+def test_a_group_that_is_drawn_again_asks_a_verifier_that_failed_once_more(tmp_path: Path) -> None:
+    """Whatever reward.failed_reward has made of it."""
+    store = GroupStore(Journal(load_run(None, [f"output={tmp_path}"]), print, lambda *_: None), active=True)
+    drawn = Rollout("p", 0, [1], [3], [-1.0], "stop", WeightsVersion(0))
+    group = Group(0, 0, 0, Problem("p", "1", "1"), (1,), WeightsVersion(0), [replace(drawn, reward=0.0)])
+    group.results[0] = RewardResult(0.0, "gone")
+    store.write(group)
+    again = replace(group, samples=[None], results={}, asked=set())
+    store.fill(again, partial=False)
+    assert again.samples[0] is not None
+    assert (again.samples[0].reward, again.results, again.asked) == (None, {}, set())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 def test_a_served_teacher_that_dies_is_started_again(
@@ -208,6 +222,9 @@ def test_each_source_has_its_own_teacher(teacher: Path, few_problems: Path, tmp_
     assert rows[-1]["distill/divergence"] > 0
 
 
+A, B, SERVED = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, place: server}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -215,38 +232,23 @@ def test_each_source_has_its_own_teacher(teacher: Path, few_problems: Path, tmp_
         (["teachers.a.path=builtin:tiny"], "teachers.a is never asked; set objective.distill"),
         (["teachers.a.path=builtin:tiny", "objective.distill.coefficient=0"], "a coefficient of 0 adds nothing"),
         (["teachers={a b: {path: x}}", *TEPO], "cannot name a teacher"),
-        (["teachers.a.path=x", "teachers.b.path=y", *TEPO], "the source addition of data.train names no teacher"),
-        (
-            ["teachers.a.path=x", "data.train=[{path: 'builtin:addition', teacher: z}]", *TEPO],
-            "names the teacher z; teachers has a",
-        ),
-        (
-            ["teachers.a.path=x", "teachers.b.path=y", "data.train=[{path: 'builtin:addition', teacher: a}]", *TEPO],
-            "teachers.b is named by no source",
-        ),
-        (["teachers.a={path: x, place: server}", "objective.distill.of=all"], "needs whole distributions"),
-        (
-            ["teachers.a={path: x, place: server}", "objective.distill.of=all"],
-            "set place = ranks, or distill.of = top_k or sampled",
-        ),
-        (["teachers.a.path=x", *TOP_K], "teachers.a.place = ranks has the whole distribution; set distill.of = all"),
-        (["teachers.a={path: x, place: server}", *TOP_K, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
-        (["teachers.a={path: x, place: server}", *TOP_K, "objective.distill.k=65"], "got 65; allowed: an integer ≥ 1 and ≤ 64"),
-        (["teachers.a={path: x, place: server}", *TOP_K, "objective.distill.k=0"], "got 0; allowed: an integer ≥ 1 and ≤ 64"),
-        (["teachers.a={path: x, place: server}", *TEPO, "objective.distill.k=3"], "k = 3 does nothing with of = sampled"),
-        (["teachers.a={path: x, place: server}", *TEPO, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
-        (["teachers.a.path=x", *TEPO, "rollout.sampling.top_k=5"], "a teacher may not reach the tokens"),
+        ([A, B, *TEPO], "the source addition of data.train names no teacher"),
+        ([A, "data.train=[{path: 'builtin:addition', teacher: z}]", *TEPO], "names the teacher z; teachers has a"),
+        ([A, B, "data.train=[{path: 'builtin:addition', teacher: a}]", *TEPO], "teachers.b is named by no source"),
+        ([SERVED, "objective.distill.of=all"], "needs whole distributions"),
+        ([SERVED, "objective.distill.of=all"], "set place = ranks, or distill.of = top_k or sampled"),
+        ([A, *TOP_K], "teachers.a.place = ranks has the whole distribution; set distill.of = all"),
+        ([SERVED, *TOP_K, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
+        ([SERVED, *TOP_K, "objective.distill.k=65"], "got 65; allowed: an integer ≥ 1 and ≤ 64"),
+        ([SERVED, *TOP_K, "objective.distill.k=0"], "got 0; allowed: an integer ≥ 1 and ≤ 64"),
+        ([SERVED, *TEPO, "objective.distill.k=3"], "k = 3 does nothing with of = sampled"),
+        ([SERVED, *TEPO, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
+        ([A, *TEPO, "rollout.sampling.top_k=5"], "a teacher may not reach the tokens"),
         (["teachers.a={path: x, server: {count: 2}}", *TEPO], "server is for a teacher with place = server"),
         (["teachers.a={path: x, threads: 2}", *TEPO], "threads = 2 does nothing with place = ranks"),
         (["teachers.a={path: x, place: server, server: {placement: colocated}}", *TEPO], "takes turns with the trainer"),
-        (
-            ["teachers.a.path=x", *TEPO, "objective.distill.divergence=jsd"],
-            "needs more than the sampled token; set distill.of = all, or top_k",
-        ),
-        (
-            ["teachers.a.path=x", "objective.distill={of: all, beta: 0.3}"],
-            "beta = 0.3 does nothing with divergence = reverse_kl",
-        ),
+        ([A, *TEPO, "objective.distill.divergence=jsd"], "needs more than the sampled token; set distill.of = all, or top_k"),
+        ([A, "objective.distill={of: all, beta: 0.3}"], "beta = 0.3 does nothing with divergence = reverse_kl"),
     ],
 )
 def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None:
