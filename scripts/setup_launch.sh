@@ -21,7 +21,8 @@ if is_set_up "$stamp" "$wanted"; then
 fi
 make_venv .venv-launch
 say "installing $(grep -c == requirements/launch.txt) pinned packages (NeMo-Run and what it needs)"
-.venv-launch/bin/python -m pip install -qq --no-deps -r requirements/launch.txt
+# --no-compile: a launch imports few of the files
+.venv-launch/bin/python -m pip install -qq --no-deps --no-compile -r requirements/launch.txt
 say "installing tepo-megatron (editable)"
 .venv-launch/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 echo "$wanted" >"$stamp"

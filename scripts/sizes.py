@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_629,
-    "tests, lines": 43_944,
-    "docs and docstrings, words": 108_702,
+    "package, lines": 52_607,
+    "tests, lines": 44_055,
+    "docs and docstrings, words": 108_772,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from tepo_megatron.trainer.protocol import Trainer, trainer_kind
 from tests.contracts.trainer_contract import CHECKS, BrokenContract, digest, start, train
 from tests.support import reference_trainer
 from tests.support.launch import end_model_parallel, run_dist
+from tests.support.programs import run_python
 
 
 def make_megatron(
@@ -84,7 +83,7 @@ from tepo_megatron.weights.architecture import read_model_spec
 trainer_kind().check_config(config, read_model_spec(resolve_model_path("builtin:tiny")), on_gpu=False, teachers={})
 assert not {"megatron", "transformer_engine"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    run_python("-c", program)
     with pytest.raises(ValueError, match="there is no trainer 'deepspeed'; it is one of megatron"):
         trainer_kind("deepspeed")
 

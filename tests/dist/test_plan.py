@@ -31,6 +31,20 @@ def recipe(name: str) -> Plan:
     return make_plan(load_run(EXAMPLES / name / "run.yaml"))
 
 
+@pytest.fixture
+def counted_by_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron need not be imported again for each count."""
+
+    def run(command: list[str], *, input: str, **_options: Any) -> subprocess.CompletedProcess[str]:
+        request, counts = tmp_path / "request.json", tmp_path / "counts.json"
+        request.write_text(input)
+        run_world("parameter_count", 1, request, counts)
+        return subprocess.CompletedProcess(command, 0, counts.read_text(), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("counted_by_forks")
 @pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-7b"])
 def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> None:
     plan = recipe(name)
@@ -40,6 +54,7 @@ def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> No
     assert [set(row) for row in counts] == [{expected} for expected in plan.stage_parameters]
 
 
+@pytest.mark.usefixtures("counted_by_forks")
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}), ("Qwen3-14B", {"tp": 4, "dp": 2})],

@@ -47,6 +47,7 @@ TINY = [
     *("engine.platform=cpu", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "cluster.rollout_nodes=1"),
     *("rollout.server.max_num_seqs=16", "rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),
     *(f"cluster.python={sys.executable}", f"cluster.setup=['export PYTHONPATH={ROOT}']"),
+    *("log.curves=false", "log.tensorboard=false"),
 ]
 
 

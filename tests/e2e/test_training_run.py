@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tepo_megatron.run.metrics import read_tokens, token_files
 from tepo_megatron.run.output.resume import MADE_BY_A_RUN
 from tepo_megatron.sampler.rollout_file import read_rollouts
+from tests.support.launch import run_world
 from tests.support.processes import assert_none_names
 from tests.support.programs import (
     RUN,
@@ -170,11 +171,12 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_res
     """
     replay = f"rollout.replay={trained / 'rollouts'}"
     out = tmp_path / "resumed"
-    train(f"output={out}", *SMALL, replay, "train.steps=2")
+    settings = (f"output={out}", *SMALL, replay, "log.curves=false", "log.tensorboard=false")
+    run_world("train", 2, RUN, *settings, "train.steps=2")
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
-    train(f"output={out}", *SMALL, replay, "train.resume=true", *tokens, runner=TORCHRUN)
+    train(*settings, "train.resume=true", *tokens, runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
     gaps = {f"canary/{name}" for name in ("mean_logprob_gap", "p90_logprob_gap", "drift", "read_back")}
     asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY} | gaps  # what only servers can answer

@@ -27,6 +27,7 @@ SMALL = [
     *("engine.platform=cpu", "rollout.server.interface=lo", "rollout.server.max_num_seqs=16"),
     *("rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),  # for a busy machine
     *("cluster.train_nodes=1", "cluster.rollout_nodes=1", "cluster.gpus_per_node=2"),
+    *("log.curves=false", "log.tensorboard=false"),
     *("cluster.partition=test", "cluster.time_limit=00:30:00", f"cluster.python={sys.executable}"),
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")

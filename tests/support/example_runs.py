@@ -63,7 +63,10 @@ def check_learning(task: str, config: str, out: Path, begins_below: float, ends_
     assert greedy[-1] > ends_above
 
 
-ON_REFERENCES = ("engine.parallel={tp: 1, sequence_parallel: false}", "rollout.server.transfer=gather", "log.progress=none")
+ON_REFERENCES = (
+    *("engine.parallel={tp: 1, sequence_parallel: false}", "rollout.server.transfer=gather"),
+    *("log.progress=none", "log.curves=false", "log.tensorboard=false"),
+)
 
 
 def train_on_references(config: Path | str, output: Path, *overrides: str, **arguments: Any) -> list[dict[str, Any]]:

@@ -13,8 +13,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401 # torch's optimizers import it at their first step
-
 from tepo_megatron.config import RunConfig
 from tepo_megatron.trainer.megatron.engine import Engine
 from tests.support.random_models import draw_rollouts

@@ -25,8 +25,6 @@ RANK = """
 import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from tepo_megatron.config.load import load_run
-from tepo_megatron.run.api import run_rank
 from tepo_megatron.runtime import rank as runtime_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
@@ -141,7 +139,12 @@ def work(config):
 
 if what != "group":
     runtime_rank.refuse_pickles = lambda: None  # two seconds, to import the torch that these ranks have no use for
-sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
+if what in ("ok", "world", "sentence", "leaving", "group", "once"):
+    from tepo_megatron.config.load import load_run
+    from tepo_megatron.run.api import run_rank
+
+    sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
+sys.exit(runtime_rank.run_rank(lambda: work(None), grace_s=60.0, warning_s=300.0))  # which imports no configuration
 """
 PARENT = """
 import sys

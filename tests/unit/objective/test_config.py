@@ -1,7 +1,5 @@
 """Presets are data, overrides are partial, ranges belong to ratios; what cannot be computed is refused with a sentence."""
 
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 
@@ -14,6 +12,7 @@ from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tests.support.objective_batches import make_batch
+from tests.support.programs import run_python
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -91,7 +90,7 @@ def test_the_table_of_presets_needs_no_torch():
         "import sys; from tepo_megatron.cli.objective import app; app(['list'], standalone_mode=False);"
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = run_python("-c", code).stdout
     assert all(name in printed for name in PRESETS)
     assert all(name in printed for name in CORRECTIONS)
     assert all(preset.source.split(";")[0] in printed for preset in PRESETS.values())

@@ -1,6 +1,5 @@
 """Kinds of the user's own: they compute what the package's do, are checked like them, and are read without torch."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 from tepo_megatron.core.objective.compose import build_objective
 from tests.support.objective_batches import assert_same, make_batch, masks, whole
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = str(ROOT / "tests/support/own_kinds.py")
@@ -279,10 +279,8 @@ def test_a_login_node_without_torch_reads_plans_and_launches_a_run_with_plugins(
         "print(Job(on_nodes(config)).mounts, len(Job(on_nodes(config)).roles))\n"
     )
     given = [f"objective.preset={EXAMPLE}/my_sapo.yaml", f"output={tmp_path}", "rollout.sampling.max_new_tokens=32"]
-    done = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert f"{EXAMPLE}:{EXAMPLE}" in done.stdout
+    assert f"{EXAMPLE}:{EXAMPLE}" in run_python("-c", script, *given, cwd=ROOT).stdout
     heavy = write(tmp_path, "heavy.py", "import torch\n" + MINE)
     given = ["objective.preset=grpo", f"objective.plugins=[{heavy}]", "objective.trust_region={kind: mine}"]
-    done = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", script, *given, cwd=ROOT, code=1)
     assert "there is no torch here, as on a login node: import it within the methods that use it" in done.stderr

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +25,7 @@ from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
 from tepo_megatron.sampler.vllm.plugin.patches import sign_objects
 from tepo_megatron.sampler.vllm.wire import ADAPTER_NAME, ADAPTER_PATH, USE_ADAPTER
 from tests.support.launch import run_dist, run_world
+from tests.support.programs import run_python
 from tests.support.stranger import Payload
 from tests.unit.sampler.conftest import ask
 
@@ -189,8 +188,7 @@ print(json.dumps([own, look(name), fork, parent]))
 @pytest.mark.slow
 def test_vllm_by_itself_spawns_on_a_cpu_and_forks_keep_neither_the_port_nor_the_signals_of_their_parent() -> None:
     """Where it no longer spawns, decision 020 can go, with ``fork_processes`` and the name of the executor in ``server``."""
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    printed = subprocess.run([sys.executable, "-c", VLLM], env=environment, capture_output=True, text=True, check=True).stdout
+    printed = run_python("-c", VLLM, environment={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}).stdout
     own, ours, fork, parent = json.loads(printed.splitlines()[-1])
     assert own == ["mp", "spawn"]
     assert ours == ["vllm.v1.executor.uniproc_executor.UniProcExecutor", "fork"]

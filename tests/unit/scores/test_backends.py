@@ -17,7 +17,7 @@ import torch
 from tepo_megatron.core.scores import backend, logprob_and_entropy, native
 from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.scores.torch_sweep import RowSweeps
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import TIMEOUT_S, run_python
 
 CPU = torch.device("cpu")
 CACHED = (native._library, backend._fastest_on_cpu)
@@ -106,10 +106,8 @@ def test_values_in_the_interpreter():
     """Everything in triton_interpreted.py, in a process of its own: Triton looks at TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "pytest", "-q", str(root / "tests" / "support" / "triton_interpreted.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = run_python("-m", "pytest", "-q", root / "tests/support/triton_interpreted.py", cwd=root, environment=environment)
     assert "skipped" not in run.stdout
 
 

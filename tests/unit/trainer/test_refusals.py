@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec as ImportSpec
@@ -28,6 +27,7 @@ from tepo_megatron.trainer.megatron.model import fp8, model
 from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split, pipeline_stages_of
+from tests.support.programs import run_python
 
 GPUS = {
     "A100": ((8, 0), set()),
@@ -206,9 +206,7 @@ def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path) 
         "import sys, torch, megatron.core.fusions.fused_bias_swiglu\n"
         "print('torch._inductor' in sys.modules, torch.version.cuda is not None, torch.compile.__module__)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", program, environment={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"})
     assert result.stdout.splitlines()[:-1] == ["OSError: undefined symbol", "None"]
     assert result.stdout.splitlines()[-1] in ("False False torch", "True True torch")  # without CUDA nothing is compiled
 

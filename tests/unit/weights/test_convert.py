@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from tepo_megatron.weights.storage.hf_folder import load_into, write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.processes import files_of_at_most
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import run_python
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -190,11 +189,7 @@ def test_no_more_than_a_bucket_is_held(tmp_path: Path) -> None:
     """130 MB of weights, of which one tensor has 33 MB, through buckets of 2 MiB."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 16001}
     make_model(tmp_path / "model", shard_bytes=2**24, **sizes)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    peaks = json.loads(done.stdout)
+    peaks = json.loads(run_python("-c", MEMORY, tmp_path).stdout)
     assert peaks["all"] > 110e6, "the measure does not see a whole model"
     assert max(peaks["import"], peaks["export"]) < 32e6, "less than the largest tensor"
 
