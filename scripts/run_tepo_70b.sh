@@ -5,7 +5,8 @@
 #   bash scripts/run_tepo_70b.sh                                  submit
 #   bash scripts/run_tepo_70b.sh --resume                         submit again, from the newest checkpoint of OUT
 #   bash scripts/run_tepo_70b.sh train.steps=50 optimizer.lr=5e-7 dotted overrides come last and win
-#   bash scripts/run_tepo_70b.sh --executor kubernetes cluster.mounts=[CLAIM:/shared]   or local, docker, skypilot, dgxcloud, lepton
+#   CONTAINER=IMAGE bash scripts/run_tepo_70b.sh --executor kubernetes cluster.mounts=[CLAIM:/shared]   or skypilot, dgxcloud, lepton;
+#                                                                 docker, local: with a RUN for one machine
 #
 # The first call sets up .venv-launch (half a minute). docs/guides/cluster.md has the rest: what each executor needs, containers, logs.
 set -euo pipefail

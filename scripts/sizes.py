@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_607,
     "tests, lines": 44_055,
-    "docs and docstrings, words": 108_772,
+    "docs and docstrings, words": 108_959,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,
