@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_607,
-    "tests, lines": 44_055,
-    "docs and docstrings, words": 108_959,
+    "package, lines": 52_622,
+    "tests, lines": 44_060,
+    "docs and docstrings, words": 108_964,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -179,7 +179,7 @@ class ClusterConfig(Section):
     """Trainer image (registry name, or .sqsh file for Slurm with pyxis). Default: ``python`` on nodes."""
 
     rollout_container: str | None = None
-    """Image of the servers. Default: ``container``."""
+    """Image of the servers' nodes (``rollout_nodes``). Default: ``container``."""
 
     mounts: tuple[str, ...] = ()
     """Container folders, as source:target, on Slurm and Docker besides output, model and data."""
@@ -188,7 +188,7 @@ class ClusterConfig(Section):
     """Trainer's interpreter on nodes or in ``container``, such as /shared/tepo/.venv/bin/python."""
 
     rollout_python: str | None = None
-    """Servers' interpreter. Default: ``python``."""
+    """Interpreter on the servers' nodes. Default: ``python``."""
 
     setup: tuple[str, ...] = ()
     """Shell commands run first on nodes, such as ``module load cuda``."""

@@ -87,9 +87,12 @@ class ClusterRun:
             return  # other images are checked when the job starts
         listing = self._run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(str(cluster.container))}")
         if listing.ok and "transformer_engine" not in listing.stdout:
+            remedy = "set engine.layers=local"
+            if self.config.optimizer.precision_aware:
+                remedy += ", and keep the optimizer's states in float32"
             raise ValueError(
                 f"the container image {cluster.container} has no Transformer Engine, which this run on GPUs needs; build it "
-                "from docker/trainer.Dockerfile, or set engine.layers=local"
+                f"from docker/trainer.Dockerfile, or {remedy}"
             )
 
     def _check_output(self) -> None:
@@ -171,8 +174,11 @@ class ClusterRun:
         files = " ".join(map(shlex.quote, present))
         command = f"tail -v -n {lines} {'-F ' if follow else ''}{files}"
         if rank is not None:
-            select = rf"grep --line-buffered '^\[rank {rank}\] '"
-            heads = f'printf \'==> %s <==\n\' "$file"; {select} "$file" | tail -n {lines}'
-            command = f'for file in {files}; do if {select} -q "$file"; then {heads}; fi; done'
+            select = rf"grep -a --line-buffered '^\[rank {rank}\] '"  # -a: a node that crashed may leave zeros in its log
+            having = self._run(f"{select} -l {files}").stdout.split()
+            if not having and not follow:
+                raise ValueError(f"rank {rank} has no line in {pattern} yet; see 'tepo launch status'")
+            heads = f'printf \'==> %s <==\\n\' "$file"; {select} "$file" | tail -n {lines}'
+            command = f"for file in {' '.join(map(shlex.quote, having))}; do {heads}; done"
             command += f"; tail -qF -n 0 {files} | {select}" if follow else ""
         self.tunnel.run(command, hide=False, warn=True)

@@ -25,6 +25,7 @@ from tests.support.launch import run_dist, run_world
 from tests.support.random_models import write_llama
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+COUNT = [sys.executable, "-m", "tepo_megatron.trainer.megatron.model.parameter_count"]
 
 
 def recipe(name: str) -> Plan:
@@ -36,6 +37,7 @@ def counted_by_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron need not be imported again for each count."""
 
     def run(command: list[str], *, input: str, **_options: Any) -> subprocess.CompletedProcess[str]:
+        assert command == COUNT  # which the test of interleaved stages starts as a process
         request, counts = tmp_path / "request.json", tmp_path / "counts.json"
         request.write_text(input)
         run_world("parameter_count", 1, request, counts)
@@ -74,8 +76,7 @@ def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
     split = MegatronParallel(2, 2, stages=pipeline_stages_of(spec, parallel))
     held = [sum(math.prod(shape) for shape in rank.params.values()) for rank in megatron_ranks(spec, split)]
     request = json.dumps({"spec": asdict(spec), "parallel": parallel.model_dump()})
-    command = [sys.executable, "-m", "tepo_megatron.trainer.megatron.model.parameter_count"]
-    counted = subprocess.run(command, input=request, capture_output=True, text=True, check=True).stdout
+    counted = subprocess.run(COUNT, input=request, capture_output=True, text=True, check=True).stdout
     assert json.loads(counted.splitlines()[-1]) == [held[:2], held[2:]]
 
 

@@ -166,8 +166,8 @@ def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -
 
 
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:
-    """Metrics and weights are those of the first run, which recorded values of tokens. The replay, under torchrun by hand, had
-    written a checkpoint, and not yet the row of that step, which the checkpoint has too.
+    """Metrics and weights are those of the first run, which recorded values of tokens. The replay had written a checkpoint, and
+    not yet the row of that step, which the checkpoint has too; it is resumed under torchrun by hand.
     """
     replay = f"rollout.replay={trained / 'rollouts'}"
     out = tmp_path / "resumed"

@@ -224,7 +224,8 @@ def _none_whole(config: RunConfig, damaged: Sequence[DamagedCheckpoint]) -> str:
 def _is_finished(config: RunConfig, folder: Path) -> bool:
     if folder.resolve().parent != (config.output / "checkpoints").resolve():
         return True  # another run's: there is nothing to complete here
-    names = ("model", "curves.png") if config.log.curves else ("model",)  # 'tepo plot' draws one without the other
+    names = ["model", *([] if config.model.lora is None else ["adapter"])]
+    names += ["curves.png"] if config.log.curves else []  # 'tepo plot' draws one without the others
     made, saved = [config.output / name for name in names], (folder / "state.json").stat().st_mtime
     return all(path.exists() and path.stat().st_mtime >= saved for path in made)
 

@@ -103,7 +103,8 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
 def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
     """The first record must have the token masks for scoring, and this model's experts if replayed."""
     chosen, saved = config.train.resume_from, checkpoints(config.output / "checkpoints") if config.train.resume else []
-    newest = Path(chosen) if chosen is not None else saved[-1] if saved else None
+    resumes = config.train.resume is True or bool(saved)
+    newest = Path(chosen) if resumes and chosen is not None else saved[-1] if saved else None
     first = 0 if newest is None else step_of(newest)
     missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
     if missing:

@@ -37,6 +37,7 @@ class Journal:
     def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed, end_ids: Sequence[int] = ()) -> None:
         self._config, self._say, self._failed, self._end_ids = config, say, failed, end_ids
         self.folder = config.output / "journal"
+        self.judges_again = config.environment is None  # what came of an episode is known only where it was played
         self._records = config.output / "rollouts" if config.rollout.record else None
 
     def identity(
@@ -157,10 +158,11 @@ class GroupStore:
     def write(self, group: Group) -> None:
         """Returns when the group's responses outlive this process."""
         rollouts = [replace(rollout, group=index) for index, rollout in enumerate(group.samples) if rollout is not None]
-        failed = {index for index, result in group.results.items() if result.error}  # the verifier is asked again
-        rollouts = [replace(item, reward=None, reward_parts={}) if item.group in failed else item for item in rollouts]
         if not self._active or not rollouts:
             return
+        if self._journal.judges_again:
+            failed = {index for index, result in group.results.items() if result.error}
+            rollouts = [replace(item, reward=None, reward_parts={}) if item.group in failed else item for item in rollouts]
         with self._journal.reporting(record_path(self._folder, group.number)):
             # Unflushed: flushes of all groups need longer than a small step, and a machine's death loses only samples.
             write_rollouts(self._folder, group.number, rollouts, drawn_by=self._identity(group), flush=False)

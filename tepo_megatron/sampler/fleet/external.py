@@ -194,8 +194,13 @@ class ExternalServer:
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
 
     def healthy(self) -> bool:
-        current = self._current  # another life at its address has not its weights
-        return current is not None and self._entry.registered() == current and is_healthy(current.url)
+        current = self._current
+        if current is None:
+            return False
+        with suppress(OSError, RuntimeError):  # a disk that does not answer says nothing about the server
+            if self._entry.registered() not in (current, None):
+                return False  # another life at its address does not have its weights
+        return is_healthy(current.url)
 
     def stop(self) -> None:
         self._is_waiting = False

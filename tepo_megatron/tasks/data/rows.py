@@ -155,7 +155,7 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
                     yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
                 line = reader.line_num + 1
         except UnicodeDecodeError:
-            _text(path.read_bytes(), str(path), "")  # which counts from the file's begin
+            _text(path.read_bytes(), str(path), "")  # which counts from the beginning of the file
             raise
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: not CSV: {error}; JSON lines or Parquet take any text") from error

@@ -339,7 +339,7 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, cap
     with pytest.raises(ValueError, match=r"there is no .*/train-42\.\*-node\*\.log yet"):
         run.show_logs("train", None, 20, follow=False)
     before, after = (output / "logs" / f"train-42.0-node{node}.log" for node in (1, 2))
-    before.write_text("[rank 1] one\n[rank 8] old\n")
+    before.write_text("\0[rank 1] nought\n[rank 1] one\n[rank 8] old\n")
     after.write_text("[rank 8] a\n[rank 8] [rank 1] b\n[rank 8] c\n[rank 18] d\n")  # rank 8 has started again there
     (output / "logs" / "train-41.0-node1.log").write_text("[rank 8] of another job\n")
     run.show_logs("train", 8, 2, follow=False)
@@ -347,6 +347,8 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, cap
     assert capsys.readouterr().out.split("\n") == [*shown, "", ""]
     run.show_logs("train", None, 1, follow=False)
     assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("[")] == ["[rank 8] old", "[rank 18] d"]
+    with pytest.raises(ValueError, match=r"rank 9 has no line in .*/train-42\.\*-node\*\.log yet"):
+        run.show_logs("train", 9, 2, follow=False)
     with pytest.raises(ValueError, match="a rank is the trainer's, and --role serve has none"):
         run.show_logs("serve", 8, 2, follow=False)
 

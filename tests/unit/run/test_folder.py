@@ -251,6 +251,10 @@ def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
     (tmp_path / "curves.png").unlink()
     with pytest.raises(ValueError, match="is complete"):
         find_checkpoint(config(tmp_path, "train.steps=6", "log.curves=false"), MODEL)
+    for reason in ("would not be the same run", "is complete"):  # an adapter is exported after the model
+        with pytest.raises(ValueError, match=reason):
+            find_checkpoint(config(tmp_path, "train.steps=6", "log.curves=false", "model.lora.rank=4"), MODEL)
+        (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "curves.png").touch()
     os.utime(tmp_path / "curves.png", (0, 0))  # of an earlier end, before the steps were raised
     assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6

@@ -147,9 +147,11 @@ def test_a_group_that_is_drawn_again_has_its_top_tokens(tmp_path: Path) -> None:
     assert again.results[0].of(rollout) == again.samples[0] == rollout
 
 
-def test_a_group_that_is_drawn_again_asks_a_verifier_that_failed_once_more(tmp_path: Path) -> None:
-    """Whatever reward.failed_reward has made of it."""
-    store = GroupStore(Journal(load_run(None, [f"output={tmp_path}"]), print, lambda *_: None), active=True)
+@pytest.mark.parametrize("settings", [(), ("environment.name=calculator",)])
+def test_a_group_that_is_drawn_again_asks_a_verifier_that_failed_once_more(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    """Whatever reward.failed_reward has made of it. An episode cannot be judged again."""
+    config = load_run(None, [f"output={tmp_path}", *settings])
+    store = GroupStore(Journal(config, print, lambda *_: None), active=True)
     drawn = Rollout("p", 0, [1], [3], [-1.0], "stop", WeightsVersion(0))
     group = Group(0, 0, 0, Problem("p", "1", "1"), (1,), WeightsVersion(0), [replace(drawn, reward=0.0)])
     group.results[0] = RewardResult(0.0, "gone")
@@ -157,7 +159,8 @@ def test_a_group_that_is_drawn_again_asks_a_verifier_that_failed_once_more(tmp_p
     again = replace(group, samples=[None], results={}, asked=set())
     store.fill(again, partial=False)
     assert again.samples[0] is not None
-    assert (again.samples[0].reward, again.results, again.asked) == (None, {}, set())
+    expected = (0.0, {0: RewardResult(0.0)}, {0}) if settings else (None, {}, set())
+    assert (again.samples[0].reward, again.results, again.asked) == expected
 
 
 @pytest.mark.slow

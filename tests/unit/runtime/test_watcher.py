@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tepo_megatron.runtime import restarts
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
+from tests.support.processes import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -117,16 +116,11 @@ def test_rank_0_is_left_to_end_what_it_started_where_another_hangs_too() -> None
 
 def test_a_node_whose_ranks_have_ended_well_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the first node still export, or a callback of theirs does."""
-    monkeypatch.setattr(restarts, "SILENT_S", 0.2)
-    monkeypatch.setattr(restarts, "POLL_INTERVAL_S", 0.02)
-    store = HashStore()
-
-    def export(_place: int) -> restarts.RanksEnd:
-        return restarts.RanksEnd(subprocess.run(["sleep", "2"], env={**os.environ, "RANK": "0"}).returncode)
-
-    def agent(node: int) -> restarts.RanksEnd:
-        meeting = restarts.NodeMeeting(store, store, node, 2, 0, 3, 60.0)
-        return meeting.run(export if node == 0 else lambda _place: restarts.RanksEnd(0))
-
-    with ThreadPoolExecutor(2) as agents:
-        assert [end.code for end in agents.map(agent, range(2))] == [0, 0]
+    monkeypatch.setattr(restarts, "SILENT_S", 0.0)
+    store, beats = HashStore(), dict[int, tuple[bytes, float]]()
+    first = restarts.NodeMeeting(store, store, 0, 2, 0, 3, 60.0)
+    store.set("alive/1", "0")
+    first._is_silent(0, 1, beats)
+    assert eventually(lambda: first._is_silent(0, 1, beats))
+    store.set("0/end/1", "[0]")
+    assert not first._is_silent(0, 1, beats)

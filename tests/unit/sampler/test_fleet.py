@@ -152,8 +152,9 @@ def test_a_lane_that_was_replaced_takes_its_requests_along_and_not_the_newer_one
     with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         for number in range(8):
             stream.submit(number, (1, 5), number)
-        wait_for_calls(2, *servers)
+        wait_for_calls(8, *servers)  # one that still connects would be answered over the old client
         fleet._end()
+        assert eventually(lambda: stream._events.qsize() == 8)
         for server in servers:
             server.hangs.clear()
         assert fleet.revive()
