@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sources
+from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, SourceConfig, Sources
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
@@ -229,10 +229,12 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
         )
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
-    if once and objective.kl_mask is not None and objective.kl_mask.against == "old":
+    mask = objective.kl_mask
+    if once and mask is not None and (mask.against == "old" or mask.falling == "measured"):
+        reason = "the KL from the policy before it is 0" if mask.against == "old" else "no entropy has fallen yet"
         warnings.warn(
-            "objective.kl_mask adds nothing with train.minibatches = 1 and one pass: at a step's only update the KL from the "
-            "policy before it is 0; 4 is usual",
+            "objective.kl_mask adds nothing with train.minibatches = 1 and one pass: at a step's only update "
+            f"{reason}; 4 is usual",
             stacklevel=2,
         )
 
@@ -345,12 +347,19 @@ def metric_faults(run: RunConfig, field: str, metric: str) -> Iterator[str]:
         yield f"{field} = {metric} is no metric of this run; {hint}"
 
 
+_READS_NO_PENALTY = {
+    "gdpo": "needs a component of its own for length",
+    "divide_by_mean": "divides by their mean",
+    "teacher": "does not read them",
+}
+
+
 def _reward_faults(run: RunConfig) -> Iterator[str]:
     advantage, data = run.objective.advantage, run.data
     if isinstance(advantage, GDPOAdvantage):
         yield from _gdpo_faults(run, advantage.weights, run.reward.weights)
-    if run.rollout.truncated == "penalise" and advantage.kind in ("gdpo", "divide_by_mean"):
-        reason = "needs a component of its own for length" if advantage.kind == "gdpo" else "divides by their mean"
+    if run.rollout.truncated == "penalise" and advantage.kind in _READS_NO_PENALTY:
+        reason = _READS_NO_PENALTY[advantage.kind]
         yield (
             f"rollout.truncated = penalise makes rewards lower, or negative, and objective.advantage.kind = {advantage.kind} "
             f"{reason}; set rollout.truncated = mask, or another advantage"
@@ -359,11 +368,22 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
     for item in (*data.train_sources, *data.heldout_sources):
         verifiers[f"the verifier of the source {item.called}"] = item.verifier or ""
+    named = {} if isinstance(data.train, str) else {item.called: _scoring(item) for item in data.train_sources}
+    for item in data.heldout_sources:
+        if item.verifier is not None and named.get(item.called, _scoring(item)) != _scoring(item):
+            yield (
+                f"data.train and data.heldout both have a source {item.called}, with other verifiers, and a response is scored "
+                "by its source's name; give the held-out source another name"
+            )
     field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)
     if field is not None and not run.reward.run_code:
         yield f"{field} = python_tests runs programs that the model writes; set reward.run_code = true if you mean it"
     if field is not None and run.reward.network:
         yield f"{field} = python_tests has no network; leave reward.network out"
+
+
+def _scoring(source: SourceConfig) -> tuple[Any, ...]:
+    return source.verifier, source.verifier_kwargs, source.verifier_weights
 
 
 def _source_with_verifier(run: RunConfig) -> str | None:

@@ -19,6 +19,7 @@ def pack(
     routes: bool = True,
     sampling_masks: bool = True,
     top_tokens: bool = True,
+    reward_parts: bool = True,
 ) -> Batch:
     """Packs on the CPU. The label at t is token t + 1. Raises ValueError that names an unsuitable rollout.
 
@@ -60,7 +61,7 @@ def pack(
         groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
         routed_experts_T=_pack_routes(rollouts) if routes else None,
         sampling_mask_T=_pack_masks(rollouts) if sampling_masks else None,
-        reward_parts_SK=_reward_parts_SK(rollouts),
+        reward_parts_SK=_reward_parts_SK(rollouts) if reward_parts else None,
     )
 
 

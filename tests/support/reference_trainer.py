@@ -82,7 +82,8 @@ class ReferenceTrainer:
     def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         assert rollouts is not None
         check_judged(rollouts, teachers, self.config)
-        batch = pack(rollouts, mask_truncated=self.config.rollout.truncated == "mask")
+        reads_parts = "reward_parts" in self.config.objective.needs
+        batch = pack(rollouts, mask_truncated=self.config.rollout.truncated == "mask", reward_parts=reads_parts)
         batch = batch if teachers is None else batch.with_(teachers_S=torch.tensor(teachers))
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)
 

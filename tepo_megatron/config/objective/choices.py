@@ -277,6 +277,10 @@ class GDPOAdvantage(ObjectiveSection):
     eps: PositiveFloat = 1e-6
     """Added to each standard deviation."""
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"reward_parts"})
+
 
 class TeacherAdvantage(ObjectiveSection):
     """The advantage of a token is log π_teacher − log π_old, on average −KL(π_old‖π_teacher). Rewards are not read."""

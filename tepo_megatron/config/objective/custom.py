@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
 
-Need = Literal["reference", "teacher", "divergence", "entropy_slope", "entropy_gradient", "entropy_noise"]
+Need = Literal["reference", "teacher", "divergence", "entropy_slope", "entropy_gradient", "entropy_noise", "reward_parts"]
 """``reference``: log-probs of a frozen copy of the first weights. ``teacher``: those of a teacher. ``divergence``:
 ``TokenScores.divergence``. ``entropy_slope``: ``TokenScores.entropy_slope``.
 ``entropy_gradient``: a gradient through ``TokenScores.entropy``. ``entropy_noise``: measured rounding noise.
@@ -78,6 +78,10 @@ class OwnAdvantage(CustomKind):
     """Turns rewards into advantages."""
 
     slot: ClassVar[str] = "advantage"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {"reward_parts"}
 
     @abstractmethod
     def advantages(self, batch: Any) -> Any:

@@ -64,6 +64,7 @@ class Engine:
         layout = config.engine.parallel
         split = check_trainer_split(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
+        self._reads_parts = objective is not None or "reward_parts" in config.objective.needs
         self.platform = select_platform(config.engine)
         self.config = config = config.with_dtype(config.dtype(self.platform.kind == "cuda"))
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
@@ -156,6 +157,7 @@ class Engine:
                 routes=replays,
                 sampling_masks=truncates,
                 top_tokens=self.config.objective.teacher_top_k > 0,
+                reward_parts=self._reads_parts,
             )
             packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
         batch = broadcast(packed, self.platform.device)

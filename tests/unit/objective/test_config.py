@@ -102,10 +102,12 @@ def test_the_table_of_presets_needs_no_torch():
 def test_a_mask_that_has_no_second_update_is_warned_of():
     with pytest.warns(UserWarning, match=r"kl_mask adds nothing with train\.minibatches = 1"):
         RunConfig(train={"minibatches": 1})
+    with pytest.warns(UserWarning, match="at a step's only update no entropy has fallen yet"):
+        RunConfig(train={"minibatches": 1}, objective={"kl_mask": {"against": "reference"}})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RunConfig(train={"minibatches": 2})
-        RunConfig(train={"minibatches": 1}, objective={"kl_mask": {"against": "reference"}})
+        RunConfig(train={"minibatches": 1}, objective={"kl_mask": {"against": "reference", "falling": "covariance"}})
         RunConfig(train={"minibatches": 1}, objective={"kl_mask": None})
 
 

@@ -110,6 +110,11 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         # rewards of several components
         ([GDPO, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names none; a run has one .* unless reward\.weights"),
         ([GDPO, "reward.weights={a: 1, b: 2}"], r"set objective\.advantage\.weights=\[1, 2\], in this order"),
+        ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=on_policy_distill", "teachers.a.path=x"], r"read them"),
+        (
+            ["data.train=[{path: a/x.jsonl, verifier: 'o.py:f'}]", "data.heldout=[{path: b/x.jsonl, verifier: 'o.py:g'}]"],
+            r"both have a source x, with other verifiers, .*; give the held-out source another name",
+        ),
         ([GDPO, THREE, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names 3 components: a, b, c"),
         # W&B and MLflow
         (["log.mlflow={experiment_name: a, tracking_uri: 'postgresql://me:pw@host/db'}"], r"an address with a password"),

@@ -98,8 +98,10 @@ def test_components_are_columns_in_the_order_of_the_first() -> None:
     # The first has none: it failed, and counts as reward.failed_reward in each.
     assert batch.reward_parts_SK.tolist() == [[-1.0, -1.0], [1.0, 2.0], [3.0, 4.0]]
     assert pack(sampled[:1]).reward_parts_SK is None
+    mixed = [*sampled, replace(sampled[0], reward_parts={"c": 1.0})]
     with pytest.raises(ValueError, match=r"problem p0 has the reward's components c, others of the step b, a"):
-        pack([*sampled, replace(sampled[0], reward_parts={"c": 1.0})])
+        pack(mixed)
+    assert pack(mixed, reward_parts=False).reward_parts_SK is None  # two verifiers', where no objective reads them
 
 
 def assert_same(left: Batch, right: Batch) -> None:
