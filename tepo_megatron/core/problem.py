@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,11 +52,13 @@ class Problem:
 class ResponseText(str):
     """A response's text with its tokens. Methods such as ``strip()`` return a plain ``str``.
 
-    ``finish_reason``: ``"stop"`` or ``"length"`` (cut). ``prompt_tokens``: tokens before a turn of an episode.
+    ``finish_reason``: ``"stop"`` or ``"length"`` (cut). ``prompt_tokens``: tokens before a turn of an episode. ``prompt_ids``
+    stay in this process.
     """
 
     finish_reason: str
     prompt_tokens: int = 0
+    prompt_ids: Sequence[int] = ()
     _ids: Iterable[int]
 
     def __new__(cls, text: str, token_ids: Iterable[int] = (), finish_reason: str = "stop") -> ResponseText:

@@ -50,6 +50,7 @@ class StepSampler:
         self._config, self._inputs, self._fleet, self._scorer = config, inputs, fleet, scorer
         self._on_progress = on_progress
         self._problems: dict[str, Problem] = {}
+        self._trained = {problem.id: problem for problem in inputs.train}
         self._calls = 0
 
     def sample(self, problems: Sequence[Problem], n: int | None = None) -> list[list[Rollout]]:
@@ -60,6 +61,7 @@ class StepSampler:
         count = self.samples if n is None else n
         seed = derive_seed(config.seed, self.step - 1, f"collect/{self._calls}")
         self._calls += 1
+        problems = [self._with_prompt(problem) for problem in problems]
         self._problems |= {problem.id: problem for problem in problems}
         prompts = [encode_prompt(tokenizer, problem) for problem in problems]
         drawn: dict[tuple[int, int], Rollout] = {}
@@ -84,7 +86,16 @@ class StepSampler:
         if unknown := next((name for name in names if name not in self._problems), None):
             raise ValueError(f"no problem {unknown!r} was sampled in this step; reward what sample() has drawn")
         items = [(self._problems[rollout.problem_id], answer_of(rollout)) for rollout in rollouts]
-        return [result.of(rollout) for rollout, result in zip(rollouts, self._scorer.score(items, names), strict=True)]
+        results = [replace(item, reward=None) if item.error else item for item in self._scorer.score(items, names)]
+        return [result.of(rollout) for rollout, result in zip(rollouts, results, strict=True)]
+
+    def _with_prompt(self, problem: Problem) -> Problem:
+        """A changed prompt is that of the last message."""
+        known = self._trained.get(problem.id)
+        if known is None or not problem.messages or problem.messages != known.messages or problem.prompt == known.prompt:
+            return problem
+        role, _ = problem.messages[-1]
+        return replace(problem, messages=(*problem.messages[:-1], (role, problem.prompt)))
 
 
 def load_collect(config: RunConfig, function: Any = None) -> Collect | None:

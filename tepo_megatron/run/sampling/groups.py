@@ -117,11 +117,13 @@ class GroupBuffer:
                 self._before = (step, dict(self.order.state()), list(self.waiting))
                 carried = list(self.waiting)
                 self._carried_in, self._drawn = len(carried), 0
+                # Drawn before any is decided, since a resumed run has no responses to decide by, and must draw the same.
+                self._first = [*carried, *self._draw_missing()]
                 for group in carried:
                     if group.is_complete:
                         self.waiting.remove(group)
                         self._decide(group)
-                self._first = [*carried, *self._draw_missing()]
+                self._draw_missing()
             self.changed.notify_all()
             return self._first or []
 

@@ -20,7 +20,6 @@ from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.protocol import Sampler, SampleStream, ServerDied, make_sampler
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import ResponseStream, RewardResult, Task
 
 _POLL_S = 0.005
@@ -62,9 +61,8 @@ class ServedTeachers:
         name = self._config.teacher_of(problem.source)
         return name if name in self.samplers else None
 
-    def score(self, name: str, problem: Problem, response_ids: Sequence[int]) -> Future[_Judged]:
-        prompt = episode_prompt(self._config.environment, self._inputs.tokenizer, problem)
-        return self._threads[name].submit(self._score, name, list(prompt), [int(token) for token in response_ids])
+    def score(self, name: str, response: ResponseText) -> Future[_Judged]:
+        return self._threads[name].submit(self._score, name, list(response.prompt_ids), list(response.token_ids))
 
     def _score(self, name: str, prompt: list[int], response: list[int]) -> _Judged:
         self._starting[name].result()
@@ -119,7 +117,7 @@ class JudgedTask(Task):
         self.inner.submit(key, problem, response, group=group, group_size=group_size)
         if (name := self.teachers.name_of(problem)) is not None:
             assert isinstance(response, ResponseText)
-            self._scores[key] = self.teachers.score(name, problem, response.token_ids)
+            self._scores[key] = self.teachers.score(name, response)
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s

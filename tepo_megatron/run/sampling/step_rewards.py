@@ -75,7 +75,9 @@ def _ranks(config: RunConfig) -> str:
 
 
 def answer_of(rollout: Rollout) -> ResponseText:
-    return ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
+    answer = ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
+    answer.prompt_ids = rollout.prompt_ids.tolist()
+    return answer
 
 
 def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:

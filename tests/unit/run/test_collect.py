@@ -24,6 +24,7 @@ from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import StepSampler, load_collect
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.sources import ProblemSampler
+from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.fake_sampling import (
     MAX_NEW_TOKENS,
     FakeFleet,
@@ -332,6 +333,44 @@ def test_what_has_no_reward_gets_one_and_a_reward_of_ones_own_stays(tmp_path: Pa
     assert rewards[::2] == [9.0] * 3
     assert max(rewards[1::2]) < 9.0
     assert of._task.scored == 3
+
+
+def test_a_verifier_that_fails_gives_the_function_no_reward(tmp_path: Path) -> None:
+    """Whatever reward.failed_reward is: the run asks again, and counts what fails."""
+    rewards: list[Any] = []
+
+    def mine(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
+        rollouts = [rollout for group in sampler.sample(problems) for rollout in group]
+        rewards.extend(rollout.reward for rollout in sampler.reward(rollouts))
+        return rollouts
+
+    of = run_of(tmp_path, mine, FakeFleet(0))
+    failed = RewardResult(-1.0, "the judge does not answer")
+    of._task._result = lambda problem, text: failed if not rewards else RewardResult(1.0)
+    of.collect(0)
+    assert rewards == [None] * 6
+
+
+def test_a_changed_prompt_is_asked_and_judged_also_where_prompts_are_messages(tmp_path: Path) -> None:
+    """By teachers too: each answer has the prompt that it answers."""
+    judged: list[Any] = []
+
+    def mine(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
+        return [each for group in sampler.sample([replace(it, prompt="changed") for it in problems]) for each in group]
+
+    fleet = FakeFleet(0)
+    run = config(tmp_path, schedule="sync", collect="mine.py:best")
+    problems = [replace(problem, messages=(("system", "s"), ("user", problem.prompt))) for problem in PROBLEMS]
+    of: Any = collector(run, problems, FakeVerifiers(0, lambda problem, text: 0.0), fleet, collect=mine)
+    of._inputs.tokenizer.chat_ids = lambda messages: [len(content) for _, content in messages]
+
+    def score(items: Sequence[tuple[Problem, Any]], _groups: Any) -> list[RewardResult]:
+        judged.extend(text.prompt_ids for _, text in items)
+        return [RewardResult(0.0)] * len(items)
+
+    of._task.score = score
+    of.collect(0)
+    assert {tuple(prompt) for _, _, prompt, _ in fleet.asked} == {(1, 7)} == {tuple(ids) for ids in judged}
 
 
 def spoiled(**changes: Any) -> Any:
