@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_622,
-    "tests, lines": 44_060,
-    "docs and docstrings, words": 108_964,
+    "package, lines": 52_682,
+    "tests, lines": 44_120,
+    "docs and docstrings, words": 108_980,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

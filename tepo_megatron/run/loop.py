@@ -40,7 +40,7 @@ class Loop:
     publisher: WeightPublisher
     heartbeat: Heartbeat
     step: int = 0
-    updates_sent: int = 0
+    servers_are_new: bool = True
 
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
@@ -140,8 +140,8 @@ class Loop:
     def update_weights(self) -> None:
         """Returns when all servers have the weights; shared GPUs are then theirs."""
         while not self.try_update_weights():
-            continue
-        self.updates_sent += 1
+            self.servers_are_new = True
+        self.servers_are_new = False
 
     def try_update_weights(self) -> bool:
         engine = self.engine
@@ -155,7 +155,7 @@ class Loop:
                 died = self.rank0.update_weights(version, self.publisher)
             # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started,
             # always.
-            prompt = Canary.due_prompt(self.config, engine.spec, sync=self.step if self.updates_sent else 0)
+            prompt = Canary.due_prompt(self.config, engine.spec, sync=0 if self.servers_are_new else self.step)
             logprobs = () if prompt is None else engine.prompt_logprobs(prompt)
             engine.offload()
             if self.from_root(lambda rank0: rank0.servers.revive_or_wake(died)):
@@ -181,7 +181,7 @@ class Loop:
         """If it is written beside training, the checkpoint counts only after ``finish_save``."""
         self.finish_save()
         folder, background = self.config.output / "checkpoints", self.saves_beside_training
-        state = self.on_root(lambda rank0: rank0.state()) or {}
+        state = self.on_root(lambda rank0: rank0.state() | {"rollback": self.rollback.state()}) or {}
         self.engine.checkpoints.begin(folder, step=self.step, state=state, background=background)
         self.stopping.began_save()
         if not background:
@@ -237,6 +237,7 @@ class Loop:
         while stale := self.from_root(attempt):
             if isinstance(stale, str):
                 raise _WorkFailed(errors[0] if errors else RuntimeError(stale))
+            self.servers_are_new = True
             self.update_weights()
         return results[-1] if results else None
 

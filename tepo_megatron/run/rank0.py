@@ -131,9 +131,13 @@ class Rank0:
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
         """Writes the rollouts, as for ``rollout.replay``, and the causes as JSON; returns the latter's path."""
         path = folder = self.config.output / "skipped"
+        drawn = self.collector.drawn  # a record has those without a reward, too
+        places = {id(rollout): place for place, rollout in enumerate(drawn)}
+        trained = [places[id(rollout)] for rollout in self.collector.rollouts]
+        causes = [{**entry, "rollouts": [trained[index] for index in entry["rollouts"]]} for entry in skipped]
         try:
-            path = write_rollouts(folder, step, self.collector.rollouts).with_suffix(".json")
-            path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
+            path = write_rollouts(folder, step, drawn).with_suffix(".json")
+            path.write_text(json.dumps({"step": step, "skipped": causes}, indent=2) + "\n", encoding="utf-8")
         except OSError as error:  # a file that is kept for study does not end a run
             self.output.message(f"the skipped batch could not be kept: {error}")
         self.output.message(
@@ -147,6 +151,7 @@ class Rank0:
         for text in [*passed_over, sentence, *checkpoint.set_aside_others(self.config)]:
             self.output.message(text)
         self.collector.go_back()
+        self.checks.take_figures()  # of the undone step
         self.lost["lost/rollback"] += self.output.resume_from(checkpoint.step) + self.watch.elapsed()
         self._returns += 1
 

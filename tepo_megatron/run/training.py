@@ -129,6 +129,7 @@ def _raise_failure(loop: Loop) -> None:
 def _resume(loop: Loop, model_dir: Path) -> None:
     checkpoint = resume(loop.config, loop.engine, model_dir)
     loop.step = loop.stopping.saved_step = checkpoint.step
+    loop.rollback.restore(checkpoint.state.get("rollback", {}))
     rank0 = loop.rank0
     if rank0 is not None:
         rank0.lost["lost/resume"] += rank0.output.resume_from(loop.step)

@@ -79,6 +79,13 @@ class Rollback:
         self._seen: deque[float] = deque(maxlen=self.WINDOW)
         self.times = 0
 
+    def state(self) -> dict[str, Any]:
+        return {"seen": list(self._seen), "times": self.times}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._seen.extend(state.get("seen", ()))
+        self.times = state.get("times", 0)
+
     def reason(self, row: Mapping[str, float]) -> str:
         """Empty if the run continues. Raises ValueError if the row lacks the metric."""
         config = self._config

@@ -53,7 +53,8 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
     and norm are NaN.
     """
     lr = updates[-1].lr
-    count_skipped = sum(bool(update.skipped) for update in updates)
+    count_skipped, numbered = sum(bool(update.skipped) for update in updates), enumerate(updates, start=1)
+    shares = {number: update.sums["clip/share"] for number, update in numbered if "clip/share" in update.sums}
     updates = [update for update in updates if not update.skipped]
     row = {**_rollout_figures(batch), "update/skipped": float(count_skipped), "lr": lr, "loss": math.nan, "grad_norm": math.nan}
     if not updates:
@@ -64,8 +65,7 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
         row[name] = total / count if count else 0.0
     if "ratio/sigma" in row:
         row["ratio/sigma"] = math.sqrt(row["ratio/sigma"])  # the trainer's is a mean square
-    shares = [update.sums["clip/share"] for update in updates if "clip/share" in update.sums]
-    row |= {f"clip/share_u{number}": total / count if count else 0.0 for number, (total, count) in enumerate(shares, start=1)}
+    row |= {f"clip/share_u{number}": total / count if count else 0.0 for number, (total, count) in shares.items()}
     for name in updates[0].extrema:
         pick = max if name.endswith("/max") else min
         row[name] = pick(update.extrema[name] for update in updates)

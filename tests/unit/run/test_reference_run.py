@@ -34,12 +34,12 @@ def test_the_order_of_a_run(placement: dict[str, Any], reference_run: Any) -> No
 
 
 def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Any) -> None:
-    """A canary that a server's death repeats is one sync."""
+    """Servers that have just started have one always."""
     run = reference_run(
         {"train.steps": 4, "rollout.canary.every": 3, "engine.noise_every": 2}, dies_at=["weights 1", "canary"]
     ).run()
     assert run.noted("noise", "canary", "row") == [
-        *("canary", "canary", "row 0", "noise", "row 1", "row 2", "noise", "canary", "row 3", "row 4")
+        *("canary", "canary", "row 0", "noise", "canary", "row 1", "row 2", "noise", "canary", "row 3", "row 4")
     ]
 
 
@@ -176,6 +176,15 @@ def test_a_damaged_checkpoint_is_passed_over_when_a_run_goes_back(reference_run:
     settings = {**rollback(save_every=1), "output": str(tmp_path / "other")}
     with pytest.raises(RuntimeError, match=r"above .* cannot go back: no checkpoint in .* is whole: step_000002"):
         reference_run(settings, spikes=[6], callbacks=[Damages(tmp_path / "other", 2, 1, 2)]).run()
+
+
+def test_a_resumed_run_goes_back_where_the_whole_one_would_have(reference_run: Any) -> None:
+    """The median of the steps before, and the number of returns, are in the checkpoint."""
+    settings = {"rollback": {"metric": "loss", "factor": 1000.0, "max_times": 1}, "save_every": 1, "resume": "auto"}
+    reference_run({"train": {"steps": 6, **settings}}).run()
+    resumed = reference_run({"train": {"steps": 8, **settings}}, spikes=[1])
+    resumed.run()
+    assert resumed.noted("load") == ["load step_000006", "load step_000006"]
 
 
 RESUMED: dict[str, Any] = {"train": {"steps": 2, "save_every": 1, "resume": "auto"}, "evaluate.every": 2}

@@ -160,6 +160,8 @@ def test_skipped_steps_are_counted_and_in_no_mean() -> None:
     row = summarize(pack(rollouts(4)), [SKIPPED, MADE, SKIPPED])
     made = summarize(pack(rollouts(4)), [MADE])
     assert row == {**made, "update/skipped": 2.0}
+    clipped = replace(MADE, sums={**MADE.sums, "clip/share": (1.0, 4.0)})
+    assert summarize(pack(rollouts(4)), [SKIPPED, clipped])["clip/share_u2"] == 0.25  # by the number in the step
     nothing = summarize(pack(rollouts(4)), [SKIPPED])
     assert nothing["update/skipped"] == 1
     assert nothing["loss"] != nothing["loss"]
