@@ -41,6 +41,7 @@ class Loop:
     heartbeat: Heartbeat
     step: int = 0
     servers_are_new: bool = True
+    has_drawn: bool = False
 
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
@@ -88,6 +89,7 @@ class Loop:
 
     def train_step(self) -> None:
         engine = self.engine
+        self.has_drawn = True
         rollouts = self.with_servers(lambda rank0: rank0.collect(self.step))
         with self.phase("score"):
             self.onload_trainer()
@@ -153,9 +155,9 @@ class Loop:
                 self.publisher.update_weights(version)
             else:
                 died = self.rank0.update_weights(version, self.publisher)
-            # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started,
-            # always.
-            prompt = Canary.due_prompt(self.config, engine.spec, sync=0 if self.servers_are_new else self.step)
+            # By the step, so that a resumed run checks, and logs, after the same steps; and if all servers have just started.
+            sync = 0 if self.servers_are_new else self.step
+            prompt = Canary.due_prompt(self.config, engine.spec, sync=sync, has_drawn=self.has_drawn)
             logprobs = () if prompt is None else engine.prompt_logprobs(prompt)
             engine.offload()
             if self.from_root(lambda rank0: rank0.servers.revive_or_wake(died)):
@@ -163,7 +165,8 @@ class Loop:
             return prompt is None or not self.from_root(lambda rank0: rank0.check_canary(self.step, prompt, logprobs))
 
     def onload_trainer(self) -> None:
-        self.from_root(lambda rank0: rank0.servers.sleep())
+        if self.from_root(lambda rank0: rank0.servers.sleep()):
+            self.servers_are_new = True
         self.engine.onload()
 
     def evaluate(self) -> None:

@@ -333,9 +333,9 @@ class _Servers:
             return True
         return self.run_or_revive(self.sampler.wake_up)[1]
 
-    def sleep(self) -> None:
-        if self.sampler is not None:
-            self.run_or_revive(self.sampler.sleep)
+    def sleep(self) -> bool:
+        """Returns whether a server died; it is revived."""
+        return self.sampler is not None and self.run_or_revive(self.sampler.sleep)[1]
 
     def stop(self) -> None:
         if self.sampler is not None:

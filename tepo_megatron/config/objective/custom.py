@@ -17,8 +17,8 @@ from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
 
 Need = Literal["reference", "teacher", "divergence", "entropy_slope", "entropy_gradient", "entropy_noise", "reward_parts"]
 """``reference``: log-probs of a frozen copy of the first weights. ``teacher``: those of a teacher. ``divergence``:
-``TokenScores.divergence``. ``entropy_slope``: ``TokenScores.entropy_slope``.
-``entropy_gradient``: a gradient through ``TokenScores.entropy``. ``entropy_noise``: measured rounding noise.
+``TokenScores.divergence``. ``entropy_slope``: ``TokenScores.entropy_slope``. ``entropy_gradient``: a gradient through
+``TokenScores.entropy``. ``entropy_noise``: measured rounding noise. ``reward_parts``: ``Batch.reward_parts_SK``.
 """
 
 

@@ -31,7 +31,7 @@ class ServedTeachers:
     """Starts servers in the background, none for a replay; scores wait for them. Thread-safe."""
 
     def __init__(self, config: RunConfig, inputs: Inputs, say: Callable[[str], None]) -> None:
-        self._config, self._inputs, self._say = config, inputs, say
+        self._config, self._say = config, say
         samples = config.rollout.replay is None
         named = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server" and samples}
         gpus = Placement(config, this_machine()).teacher_gpus
@@ -62,7 +62,8 @@ class ServedTeachers:
         return name if name in self.samplers else None
 
     def score(self, name: str, response: ResponseText) -> Future[_Judged]:
-        return self._threads[name].submit(self._score, name, list(response.prompt_ids), list(response.token_ids))
+        ids = [int(token) for token in response.token_ids]  # numpy's numbers are no JSON
+        return self._threads[name].submit(self._score, name, list(response.prompt_ids), ids)
 
     def _score(self, name: str, prompt: list[int], response: list[int]) -> _Judged:
         self._starting[name].result()

@@ -80,10 +80,13 @@ class Rollback:
         self.times = 0
 
     def state(self) -> dict[str, Any]:
-        return {"seen": list(self._seen), "times": self.times}
+        metric = None if self._config is None else self._config.metric
+        return {"metric": metric, "seen": list(self._seen), "times": self.times}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._seen.extend(state.get("seen", ()))
+        """Leaves values of another metric out."""
+        if self._config is not None and state.get("metric") == self._config.metric:
+            self._seen.extend(state.get("seen", ()))
         self.times = state.get("times", 0)
 
     def reason(self, row: Mapping[str, float]) -> str:
@@ -111,10 +114,11 @@ class Rollback:
     def count(self, reason: str) -> None:
         """Raises RuntimeError beyond ``train.rollback.max_times``."""
         assert self._config is not None
-        if self.times == self._config.max_times:
+        if self.times >= self._config.max_times:
             raise RuntimeError(
                 f"{reason}, after {self.times} returns to a checkpoint (train.rollback.max_times); the run does not get past "
-                "it. Resume from an older checkpoint with a lower optimizer.lr, or look at the rollouts of the last steps"
+                "it. Look at the rollouts of the last steps, or resume from an older checkpoint with a lower optimizer.lr and "
+                "a higher train.rollback.max_times"
             )
         self.times += 1
 

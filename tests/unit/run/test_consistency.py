@@ -108,6 +108,8 @@ def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, A
     prompts = {sync: Canary.due_prompt(config, spec, sync=sync) for sync in range(7)}
     assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
     assert {prompt for prompt in prompts.values() if prompt is not None} <= {Canary.prompt(50, 64)}
+    revived = Canary.due_prompt(config, spec, sync=0, has_drawn=True)  # of servers that ended in mid-run
+    assert (revived is None) == ("model" in run or not due)
 
 
 @given(st.integers(2, 200_000), st.integers(3, 5000))

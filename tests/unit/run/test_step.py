@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -178,6 +179,18 @@ def test_a_factor_is_of_the_median_of_the_steps_that_stayed(values: list[float],
         assert bool(guard.reason({"loss": value})) == expected
         if not expected:
             stayed.append(value)
+
+
+def test_a_resumed_watch_has_the_values_of_its_metric_alone() -> None:
+    guards = [Rollback(RollbackConfig(metric=metric, factor=2.0)) for metric in ("loss", "loss", "grad_norm")]
+    for _ in range(5):
+        assert not guards[0].reason({"loss": 1.0})
+    guards[0].count("a spike")
+    state = json.loads(json.dumps(guards[0].state()))
+    for guard in guards[1:]:
+        guard.restore(state)
+        assert guard.times == 1
+    assert [bool(guard.reason({"loss": 3.0, "grad_norm": 3.0})) for guard in guards] == [True, True, False]
 
 
 def test_a_metric_that_is_missing_is_a_mistake_unless_the_step_was_skipped() -> None:
