@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_691,
-    "tests, lines": 44_137,
-    "docs and docstrings, words": 109_006,
+    "package, lines": 52_740,
+    "tests, lines": 44_219,
+    "docs and docstrings, words": 109_046,
     "public classes and functions": 880,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -8,6 +8,7 @@ import typer
 from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
+from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.runtime.text import echo, outlive_readers
 
 app = typer.Typer()
@@ -47,7 +48,8 @@ def _sweep(
             show_table(["run", "state", "settings"], rows, as_json=as_json)
             echo(f"{len(mine)} runs of {grid.run}; shared: {' '.join(shared) or '–'}", err=True)
             return
-        outcomes = [] if table_only else Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs).run()
+        sweep = Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs)
+        outcomes = [] if table_only else sweep.run()
         result = SweepResults(grid, runs)
         failed = [one for one in outcomes if one.outcome == "failed"]
         if as_json:
@@ -59,7 +61,8 @@ def _sweep(
             echo(f"wrote {path}", err=as_json)
         for one in failed:
             echo(f"failed: {one.run.name}: {one.said}", err=True)
-    raise typer.Exit(130 if any(one.outcome == "stopped" for one in outcomes) else int(bool(failed)))
+    stopped = sweep.stopped_by if any(one.outcome == "stopped" for one in outcomes) else None
+    raise typer.Exit(int(bool(failed)) if stopped is None else StopRequested(stopped).exit_code)
 
 
 @app.command("faults")

@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, show, show_table, user_errors
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.runtime.text import echo
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, read_state, remove, retained, step_of
 from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
@@ -23,6 +24,15 @@ checkpoint_app = typer.Typer()
 _Folder = Annotated[Path, Argument(metavar="FOLDER", help="A run's output folder, or its checkpoints folder.")]
 
 _SETTLED_S = 60.0  # seconds without a change after which an unfinished checkpoint counts as abandoned
+
+
+def _is_held(output: Path) -> bool:
+    """An unfinished checkpoint of a run may rest for minutes: it gets its name after the next step."""
+    try:
+        RunLock.check_free(output)
+    except ValueError:
+        return True
+    return False
 
 
 @checkpoint_app.command("list")
@@ -82,7 +92,7 @@ def _prune_command(
 
     Checks every byte of the newest ones first: the only whole checkpoint is never deleted for a damaged one.
 
-    An unfinished checkpoint that changed within the last minute stays too: a run may be writing it.
+    An unfinished checkpoint stays too while a run holds the folder, or if it changed within the last minute.
 
     [dim]tepo checkpoint prune out/tiny --keep 1 --dry-run[/]
 
@@ -101,7 +111,9 @@ def _prune_command(
             except DamagedCheckpoint as error:
                 damaged.append(str(error))
         retained_steps = retained(whole, newest=keep, every=every)
-        busy = [path for path in leftovers(parent) if ".partial" in path.name and time.time() - _changed(path) < _SETTLED_S]
+        runs = _is_held(parent.resolve().parent)
+        partial = [path for path in leftovers(parent) if ".partial" in path.name]
+        busy = [path for path in partial if runs or time.time() - _changed(path) < _SETTLED_S]
         doomed = [path for path in leftovers(parent) if path not in busy]
         doomed += [path for step, path in whole.items() if step not in retained_steps]
         freed, failed = 0, []

@@ -109,13 +109,16 @@ def parse_samples(
 
 def _append(path: Path, piece: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        start = file.seek(0, os.SEEK_END)
-        rest = memoryview(piece)
+    file = path.open("ab", buffering=0)
+    start = file.seek(0, os.SEEK_END)
+    rest = memoryview(piece)
+    try:
         try:
             while rest:
                 rest = rest[file.write(rest) :]
-        except OSError:
-            with suppress(OSError):  # a device has no end to go back to
-                file.truncate(start)
-            raise
+        finally:
+            file.close()  # a network's disk says only here that it is full
+    except OSError:
+        with suppress(OSError):  # a device has no end to go back to
+            os.truncate(path, start)
+        raise

@@ -36,6 +36,8 @@ _POLL_INTERVAL_S = 1.0  # between looks whether rank 0 lives, after a signal
 _OTHERS_S = 5.0
 """Other ranks wait longer, so that rank 0 reports the reason."""
 
+_SAY_S = 2.0
+
 
 class StopRequested(KeyboardInterrupt):
     """In a loop all ranks raise it at the same point."""
@@ -209,7 +211,19 @@ class StopSignals:
                 signal.pthread_kill(main_thread, _WAKE)
                 if first is None:
                     first = signal.Signals(number)
-                    self.say(self._plan(first))
+                    self._tell(self._plan(first))
+
+    def _tell(self, text: str) -> None:
+        """Returns soon even if nobody takes the output: this thread counts the time."""
+
+        def tell() -> None:
+            with suppress(Exception):  # nothing may keep the process alive
+                self.say(text)
+                sys.stdout.flush()
+
+        teller = threading.Thread(target=tell, name="stop signal's sentence", daemon=True)
+        teller.start()
+        teller.join(_SAY_S)
 
     def _plan(self, number: signal.Signals) -> str:
         if number == signal.SIGINT:
@@ -222,9 +236,7 @@ class StopSignals:
     def _end(self, why: str) -> None:
         assert self.requested is not None
         lost = self.at_risk()
-        with suppress(Exception):  # nothing may keep the process alive
-            self.say(f"{why}. {lost}" if lost else f"{why}; nothing is lost")
-            sys.stdout.flush()
+        self._tell(f"{why}. {lost}" if lost else f"{why}; nothing is lost")
         os._exit(StopRequested(self.requested).exit_code)
 
 

@@ -191,11 +191,14 @@ class NodeMeeting:
         stop, ended_here = threading.Event(), set[int]()
 
         def watch() -> None:
-            beats: dict[int, tuple[bytes, float]] = {}
+            beats: dict[int, tuple[bytes, float]] = {}  # node → its last beat, and seconds of silence since
+            last = time.monotonic()
             for beat in count():
+                now = time.monotonic()
+                elapsed_s, last = min(now - last, 2 * POLL_INTERVAL_S), now  # in a longer gap this process was stopped, too
                 try:
                     self._watching.set(f"alive/{self._node}", str(beat))
-                    if self._node == 0 and any(self._is_silent(number, node, beats) for node in members):
+                    if self._node == 0 and any(self._is_silent(number, node, beats, elapsed_s) for node in members):
                         self._watching.set(f"{number}/over", "1")
                     over = self._watching.check([f"{number}/over"])
                 except RuntimeError:  # the first node is gone: the next request of the main thread says so
@@ -216,14 +219,13 @@ class NodeMeeting:
             stop.set()
             thread.join()
 
-    def _is_silent(self, number: int, node: int, beats: dict[int, tuple[bytes, float]]) -> bool:
+    def _is_silent(self, number: int, node: int, beats: dict[int, tuple[bytes, float]], elapsed_s: float) -> bool:
         beat = self._watching.get(f"alive/{node}") if self._watching.check([f"alive/{node}"]) else b""
-        now = time.monotonic()
         if self._watching.check([f"{number}/end/{node}"]):
             return False  # its ranks have ended; it waits for the others
-        if node not in beats or beats[node][0] != beat:
-            beats[node] = beat, now
-        return now - beats[node][1] > SILENT_S
+        known, silent_s = beats.get(node, (None, 0.0))
+        beats[node] = beat, silent_s + elapsed_s if beat == known else 0.0
+        return beats[node][1] > SILENT_S
 
     def _answered(self, prefix: str, nodes: Sequence[int]) -> list[int]:
         return [node for node in nodes if self._store.check([f"{prefix}{node}"])]

@@ -66,11 +66,16 @@ class WorkerProcess:
         try:
             while remaining:
                 written = self._stdin.write(remaining)  # None if the pipe is full
-                if written is None and not select.select([], [self._stdin], [], max(0.0, deadline - running_time()))[1]:
+                if written is None and not self._has_room(max(0.0, deadline - running_time())):
                     return
                 remaining = remaining[written or 0 :]
         except BrokenPipeError:
             return
+
+    def _has_room(self, timeout_s: float) -> bool:
+        waits = select.poll()  # select() takes no number above 1023
+        waits.register(self._stdin, select.POLLOUT)
+        return bool(waits.poll(1000 * timeout_s))
 
     def receive(self) -> list[Any]:
         """Blocks until complete lines or a part arrive. Raises EOFError, or ValueError for a line that is not JSON."""

@@ -10,7 +10,6 @@ import math
 import os
 import queue
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -313,7 +312,7 @@ class Sweep:
         self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
         self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         self._lock = threading.Lock()
-        self._stop: int | None = None
+        self.stopped_by: int | None = None
 
     def run(self) -> list[_RunEnd]:
         """Main thread only."""
@@ -351,7 +350,7 @@ class Sweep:
         log.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         for _ in range(self._sweep.attempts):
-            if self._stop is not None:
+            if self.stopped_by is not None:
                 return _RunEnd(run, "stopped")
             try:
                 RunLock.check_free(run.folder)
@@ -359,7 +358,7 @@ class Sweep:
                 return _RunEnd(run, "failed", str(error))
             if self._start(run, log) == 0 and run.is_done:
                 return _RunEnd(run, "done", seconds=time.monotonic() - start)
-            if self._stop is not None:
+            if self.stopped_by is not None:
                 return _RunEnd(run, "stopped")
         return _RunEnd(run, "failed", f"{_error(log)} ({log})")
 
@@ -367,13 +366,15 @@ class Sweep:
         command = [sys.executable, "-m", "tepo_megatron", "train", str(self._sweep.run), *run.overrides, "train.resume=auto"]
         with log.open("ab") as file:
             with self._lock:
-                if self._stop is not None:
-                    return self._stop
+                if self.stopped_by is not None:
+                    return self.stopped_by
                 # Its own session: Ctrl-C reaches it only once, from here.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )
                 self._living[run.name] = process, time.monotonic()
+                if self.stopped_by is not None:  # it came while the process started
+                    process.send_signal(self.stopped_by)
             try:
                 return process.wait()
             finally:
@@ -384,13 +385,13 @@ class Sweep:
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: FrameType | None) -> None:
             del frame
-            if self._stop is None:
+            if self.stopped_by is None:
                 self._say("stopping: each run saves what it trained; the same command continues them")
-            self._stop = number
+            self.stopped_by = number
             for process, _ in list(self._living.values()):
                 process.send_signal(number)
 
-        with handled_by(ask, not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))), stopped_together():
+        with handled_by(ask, not_ignored()), stopped_together():
             yield
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +65,9 @@ try:
             tell("never")
     if what in ("wait", "twice"):
         sleep_in(signals.interruptible())
-    if what == "in C":
+    if "stalled" in what:
+        signals.say = lambda text: time.sleep(1000)
+    if "in C" in what:
         in_c()
 except StopRequested as stop:
     tell(f"left: {stop}")
@@ -178,6 +181,15 @@ def test_a_process_that_does_not_come_to_a_safe_point_ends_with_the_grace_time(
         rank.send(signal.SIGTERM)
     over = "train.grace_s = 0.2 s after SIGTERM are over: ended without saving"
     assert rank.ends() == (ASKED[first][2], [f"{over}. step 3 is lost; the newest checkpoint is step_000002"])
+
+
+def test_output_that_nobody_takes_delays_no_end(start: Callable[..., Rank]) -> None:
+    for numbers, code in (([signal.SIGTERM], PREEMPTED), ([signal.SIGINT] * 2, INTERRUPTED)):
+        rank = start("in C, stalled", grace=0.2)
+        for number in numbers:
+            rank.send(number)
+            time.sleep(0.5)  # two of one kind may come as one
+        assert rank.ends()[0] == code
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

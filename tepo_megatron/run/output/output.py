@@ -74,7 +74,7 @@ class Output:
                 for path in self.folder.glob(pattern):
                     path.unlink()
             # A resumed run writes it when the checkpoint has been accepted.
-            (self.folder / "resolved.yaml").write_text(dump_resolved(self._config), encoding="utf-8")
+            write_atomically(self.folder / "resolved.yaml", dump_resolved(self._config))
         present = [file.path for file in (self._samples, self._train_samples) if file.path.exists()]
         cut = [path for path in present if read_rows(path, "sample")[1]]
         self._metrics = MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
@@ -184,7 +184,7 @@ class Output:
         try:
             self._lock.release()
             self._lock.take()
-            resolved.write_text(dump_resolved(self._config), encoding="utf-8")
+            write_atomically(resolved, dump_resolved(self._config))
         except OSError as error:
             self.write_failed(self.folder, error)
         else:

@@ -18,6 +18,7 @@ from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved, override
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.loggers import check_installed
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.hub import HUB
 from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.run_lock import RunLock
@@ -68,10 +69,11 @@ class Resumed:
         present = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
         if attempt() and present is not None and _but_resume(present) == _but_resume(text):
             return failed  # an earlier attempt's
-        if present not in (None, text):
-            older = (path.with_name(f"resolved.{number}.yaml") for number in count(1))
-            path.rename(next(name for name in older if not name.exists()))
-        path.write_text(text, encoding="utf-8")
+        with unwritable_is_a_sentence(config.output):
+            if present not in (None, "", text):
+                older = (path.with_name(f"resolved.{number}.yaml") for number in count(1))
+                write_atomically(next(name for name in older if not name.exists()), str(present))
+            write_atomically(path, text)
         return failed
 
     def set_aside_others(self, config: RunConfig) -> list[str]:

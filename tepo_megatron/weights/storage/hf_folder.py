@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,12 +125,20 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     replaced = out.with_name(out.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists():
+    _remove(replaced)
+    if os.path.lexists(out):
         out.rename(replaced)
     partial.rename(out)
     sync_to_disk(out.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    """Of a link, what it names stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, flip_bit, make_whole, shards
@@ -116,6 +117,14 @@ def test_verify_names_damage_and_prune_counts_no_damaged_one_nor_what_a_run_may_
     assert names(out) == ["step_000004", "step_000006", "step_000010.partial"]
     assert f"left: step_000006 is damaged ({problem})" in said
     assert "a run may be writing it" in said
+    os.utime(out / "checkpoints" / "step_000010.partial", (1, 1))
+    lock = RunLock(out)
+    lock.take()  # one that rests until the next step has ended
+    run("prune", out, "--keep", "1")
+    lock.release()
+    assert "step_000010.partial" in names(out)
+    run("prune", out, "--keep", "1")
+    assert "step_000010.partial" not in names(out)
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -54,6 +55,30 @@ def test_nothing_is_lost_or_cut_on_a_disk_that_was_full(
     file.flush()
     assert file.waiting == 0
     assert (path.read_bytes() if path.exists() else b"") == b"".join([*before, *during, *after])
+
+
+def test_a_disk_that_is_full_only_when_a_file_is_closed_keeps_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network disks and quotas are."""
+
+    class Closes(io.FileIO):
+        def close(self) -> None:
+            if not self.closed and faults:
+                os.ftruncate(self.fileno(), os.fstat(self.fileno()).st_size - 2)
+                super().close()
+                raise OSError(faults.pop(), "quota")
+            super().close()
+
+    faults: list[int] = []
+    path, failures = tmp_path / "log", Failures()
+    file = LogFile(path, failures)
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode, *_, **o: Closes(self, mode) if mode == "ab" else opened(self, mode))
+    file.append(b"one\n")
+    faults.append(errno.EDQUOT)
+    file.append(b"two\n")
+    assert (path.read_bytes(), failures) == (b"one\n", [(path, errno.EDQUOT)])
+    file.append(b"three\n")
+    assert path.read_bytes() == b"one\ntwo\nthree\n"
 
 
 @given(lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"))), rest=st.binary(max_size=5))

@@ -16,7 +16,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tepo_megatron.runtime import restarts
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
-from tests.support.processes import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -114,13 +113,14 @@ def test_rank_0_is_left_to_end_what_it_started_where_another_hangs_too() -> None
     assert only.processes == (1000,)
 
 
-def test_a_node_whose_ranks_have_ended_well_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the first node still export, or a callback of theirs does."""
-    monkeypatch.setattr(restarts, "SILENT_S", 0.0)
+def test_a_node_is_gone_that_is_silent_while_others_run_and_whose_ranks_have_not_ended() -> None:
+    """Those of the first node may still export, or a callback of theirs does."""
     store, beats = HashStore(), dict[int, tuple[bytes, float]]()
     first = restarts.NodeMeeting(store, store, 0, 2, 0, 3, 60.0)
     store.set("alive/1", "0")
-    first._is_silent(0, 1, beats)
-    assert eventually(lambda: first._is_silent(0, 1, beats))
+    silent = [first._is_silent(0, 1, beats, restarts.SILENT_S / 2) for _ in range(4)]
+    assert silent == [False, False, False, True]
+    store.set("alive/1", "1")
+    assert not first._is_silent(0, 1, beats, restarts.SILENT_S)
     store.set("0/end/1", "[0]")
-    assert not first._is_silent(0, 1, beats)
+    assert not any(first._is_silent(0, 1, beats, restarts.SILENT_S) for _ in range(4))

@@ -394,6 +394,20 @@ def test_a_model_that_cannot_be_written_leaves_what_was_there_and_nothing_half_w
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_model_replaces_a_link_and_leaves_what_it_names(model: Path, tmp_path: Path, dangling: bool) -> None:
+    out, other, tensors = tmp_path / "out", tmp_path / "other", all_tensors(model)
+    if not dangling:
+        shutil.copytree(model, other)
+    out.symlink_to(other)
+    for _ in range(2):
+        write_model(out, tensors.items(), source=model, dtype=torch.float32)
+    assert_same(out, model)
+    assert not out.is_symlink()
+    assert other.exists() != dangling
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
 def test_a_kill_while_the_old_model_is_removed_leaves_the_new_one(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
