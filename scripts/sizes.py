@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_740,
-    "tests, lines": 44_219,
-    "docs and docstrings, words": 109_046,
-    "public classes and functions": 880,
+    "package, lines": 52_761,
+    "tests, lines": 44_244,
+    "docs and docstrings, words": 109_077,
+    "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

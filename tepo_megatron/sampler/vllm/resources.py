@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from collections.abc import Collection, Sequence
@@ -15,6 +16,8 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import VllmParallel
 
 _GIB, _MIB = 2**30, 2**20
+
+_LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 _FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
@@ -37,6 +40,17 @@ def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> sock
                 return reserved
         reserved.close()
     raise RuntimeError(f"no free port from {first} on at {host}; set rollout.server.port to another one, or 0 for any")
+
+
+def listens_as_this_user(port: int) -> bool:
+    """False if another user's socket listens: until vLLM does, anybody may, and would get the run's key. Linux only."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, user, *_ = line.split()
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port and int(user) != os.geteuid():
+                    return False
+    return True
 
 
 def worker_cores(config: ServerConfig, servers: int, available: Sequence[int] | None = None) -> list[str]:

@@ -24,7 +24,14 @@ from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import SamplerOptions
-from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization, read_vocab_size, reserve_port, worker_cores
+from tepo_megatron.sampler.vllm.resources import (
+    check_machine,
+    check_quantization,
+    listens_as_this_user,
+    read_vocab_size,
+    reserve_port,
+    worker_cores,
+)
 from tepo_megatron.sampler.vllm.wire import (
     ADAPTER_VARIABLE,
     AWAITS_VARIABLE,
@@ -149,7 +156,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
-        return self.alive and is_healthy(self.url)
+        return self.alive and is_healthy(self.url) and listens_as_this_user(self.port)
 
     def stop(self) -> None:
         """Waits seconds between SIGTERM and SIGKILL."""

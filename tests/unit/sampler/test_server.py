@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import read_cores
-from tepo_megatron.sampler.vllm.resources import cores_of_servers, reserve_port, worker_cores
+from tepo_megatron.sampler.vllm.resources import cores_of_servers, listens_as_this_user, reserve_port, worker_cores
 from tepo_megatron.sampler.vllm.server import Server
 from tests.support.processes import eventually, gone
 from tests.support.programs import TIMEOUT_S
@@ -51,6 +51,31 @@ def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it() -> None:
         assert port not in {free_port(HOST) for _ in range(200)}
         with socket.create_server((HOST, port)), socket.create_connection((HOST, port)):
             pass
+
+
+LISTEN = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind(("127.0.0.1", int(sys.argv[1])))
+server.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_who_listens_where_a_server_starts_is_not_the_server() -> None:
+    with reserve_port(HOST) as held:
+        port = held.getsockname()[1]
+        assert listens_as_this_user(port)
+        for user, is_ours in ((65534, False), (0, True)):
+            command = [sys.executable, "-c", LISTEN, str(port), str(user)]
+            with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as listener:
+                assert listener.stdout is not None
+                assert listener.stdout.readline() == "listening\n"
+                assert listens_as_this_user(port) == is_ours
 
 
 @pytest.mark.parametrize(
