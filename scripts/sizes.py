@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_761,
     "tests, lines": 44_244,
-    "docs and docstrings, words": 109_077,
+    "docs and docstrings, words": 109_992,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,
