@@ -118,8 +118,8 @@ class Heartbeat:
         self._files = [file, stacks]
         if threading.current_thread() is threading.main_thread():
             faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
-        self._write(file)
-        self._thread = threading.Thread(target=self._beat, args=(file,), name="heartbeat", daemon=True)
+        self._write()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     # -- what the rank does ------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Heartbeat:
         thread.join(INTERVAL_S)  # a disk that does not answer must not keep the rank
         self._record.ended = ended
         if not thread.is_alive():
-            self._write(self._files[0])
+            self._write()
         with contextlib.suppress(RuntimeError, ValueError):
             faulthandler.unregister(_STACK_SIGNAL)
         for file in self._files:
@@ -172,14 +172,26 @@ class Heartbeat:
 
     # -- the thread --------------------------------------------------------------------------------------------------------
 
-    def _beat(self, file: IO[bytes]) -> None:
+    def _beat(self) -> None:
         while not self._stop.is_set():
             self._changed.wait(INTERVAL_S)
             self._changed.clear()
-            self._write(file)
+            with contextlib.suppress(OSError):  # tried again at the next beat
+                self._make_again_if_removed()
+            self._write()
 
-    def _write(self, file: IO[bytes]) -> None:
-        record = self._record
+    def _make_again_if_removed(self) -> None:
+        """The run goes on without its output folder, which rank 0 makes again; without records nothing would watch ranks."""
+        folder = self._folder
+        if folder is None or os.fstat(self._files[0].fileno()).st_nlink or not folder.parent.is_dir():
+            return
+        folder.mkdir(exist_ok=True)
+        file = (folder / f"rank-{self._record.rank:05d}.json").open("xb", buffering=0)  # another run's stays
+        self._files[0].close()
+        self._files[0] = file
+
+    def _write(self) -> None:
+        record, file = self._record, self._files[0]
         record.beats += 1
         record.time = time.time()
         data = json.dumps(asdict(record)).encode()

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
+from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
 from tepo_megatron.runtime.rendezvous import refuse_pickles, removals
 from tepo_megatron.runtime.text import echo
@@ -25,6 +26,9 @@ _REPORTED = "_tepo_reported"
 
 FAILURE_FILE = "TEPO_FAILURE_FILE"
 """The first failing rank of a machine writes its report here."""
+
+STARTER = "TEPO_STARTER"
+"""Process id of the agent."""
 
 HAS_PARENT = "TEPO_HAS_PARENT"
 """Is set if this machine has all ranks: their parent has checked the run, and prints the report."""
@@ -70,6 +74,8 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
     if sys.platform == "linux" and FAILURE_FILE in os.environ:  # the agent's end is this rank's
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != variable(STARTER, os.getppid()):  # it was killed before
+            os.kill(os.getpid(), signal.SIGTERM)
     try:
         refuse_pickles()
         work()

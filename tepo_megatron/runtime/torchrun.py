@@ -24,7 +24,7 @@ from tepo_megatron.runtime.heartbeat import watching
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import changed_environment
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, handled_by, not_ignored
-from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, FailureReport, print_error
+from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, STARTER, FailureReport, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.restarts import NodeMeeting, RanksEnd, attempt, job_name, run_attempts
 from tepo_megatron.runtime.supervise import folder_name
@@ -161,7 +161,8 @@ def _run_node_attempt(
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
         failure = Path(folder) / "failure.json"
         try:
-            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(Path(folder), ranks) as asked:
+            told = {FAILURE_FILE: str(failure), STARTER: str(os.getpid())}
+            with changed_environment(**told), _forwarded_signals(Path(folder), ranks) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
@@ -217,7 +218,9 @@ def _describe_end(error: ChildFailedError) -> RanksEnd:
 @contextmanager
 def _environment(failure: Path) -> Iterator[None]:
     level = logging.root.manager.disable
-    with changed_environment(**{FAILURE_FILE: str(failure), HAS_PARENT: "1"}, **_agent_environment()):
+    with changed_environment(
+        **{FAILURE_FILE: str(failure), HAS_PARENT: "1", STARTER: str(os.getpid())}, **_agent_environment()
+    ):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks and servers share cores: who waits must not spin on one
         if sys.platform == "linux":

@@ -18,7 +18,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, wait_gone, wait_until
 from tepo_megatron.versions import in_range
-from tests.support.processes import python_programs
+from tests.support.processes import gone, python_programs
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
@@ -139,6 +139,11 @@ def work(config):
 
 if what != "group":
     runtime_rank.refuse_pickles = lambda: None  # two seconds, to import the torch that these ranks have no use for
+if what == "orphan":
+    starter = os.getppid()
+    (folder / f"importing{rank}").write_text(str(os.getpid()))
+    while os.getppid() == starter:
+        time.sleep(0.01)
 if what in ("ok", "world", "sentence", "leaving", "group", "once"):
     from tepo_megatron.config.load import load_run
     from tepo_megatron.run.api import run_rank
@@ -236,6 +241,18 @@ def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, co
     assert not list(tmp_path.glob("tepo-*"))
     assert not list(tmp_path.glob("torchelastic_*"))
     assert what != "sentence" or (tmp_path / "cleaned0").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
+def test_ranks_whose_starter_was_killed_while_they_imported_do_not_run(start, tmp_path: Path) -> None:
+    parent = start("orphan")
+    files = [tmp_path / f"importing{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), TIMEOUT_S, "the ranks start")
+    parent.kill()
+    for file in files:
+        assert gone(int(file.read_text()))
+    assert not list(tmp_path.glob("started*"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tepo_megatron.runtime import restarts
+from tepo_megatron.runtime import heartbeat, restarts
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
+from tests.support.processes import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -35,6 +37,21 @@ def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
     assert (record.phase, record.done, record.total, record.allowance_s, record.hang_timeout_s) == ("rollout", 3, 8, 3.0, 7.0)
     assert (record.passive, record.facts, record.ended) == (False, {"servers": ["http://a"]}, "failed: a sentence")
     assert (record.pid, record.started) == (os.getpid(), Process.read(os.getpid()).started)
+
+
+def test_the_record_of_a_rank_is_there_again_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 makes the output folder again. A record of another run stays."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    folder = tmp_path / "out" / "status"
+    beats = Heartbeat(folder, 0, 1)
+    beats.start()
+    try:
+        shutil.rmtree(folder.parent)
+        folder.parent.mkdir()
+        assert eventually(lambda: folder.is_dir() and [record.pid for record in RankRecord.read_all(folder)] == [os.getpid()])
+    finally:
+        beats.close("")
+    assert [record.ended for record in RankRecord.read_all(folder)] == [""]
 
 
 def test_ranks_of_an_earlier_run_are_removed_by_rank_0_and_damage_is_left_out(tmp_path: Path) -> None:
