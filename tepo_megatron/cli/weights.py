@@ -112,9 +112,9 @@ def _prune_command(
                 damaged.append(str(error))
         retained_steps = retained(whole, newest=keep, every=every)
         runs = _is_held(parent.resolve().parent)
-        partial = [path for path in leftovers(parent) if ".partial" in path.name]
-        busy = [path for path in partial if runs or time.time() - _changed(path) < _SETTLED_S]
-        doomed = [path for path in leftovers(parent) if path not in busy]
+        left = leftovers(parent)
+        busy = [path for path in left if ".partial" in path.name and (runs or time.time() - _changed(path) < _SETTLED_S)]
+        doomed = [path for path in left if path not in busy]
         doomed += [path for step, path in whole.items() if step not in retained_steps]
         freed, failed = 0, []
         for path in doomed:

@@ -117,6 +117,11 @@ class SourceConfig(_InheritingConfig):
             raise ValueError("a source's name begins with a letter and has letters, digits, _ . and -, 60 at most")
         return name
 
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """Fields of ``reward`` that its own verifier replaces."""
+        return {"verifier": self.verifier, "kwargs": self.verifier_kwargs, "weights": self.verifier_weights}
+
     def _faults(self) -> Iterator[str]:
         if self.verifier is None and (self.verifier_kwargs or self.verifier_weights is not None):
             yield "verifier_kwargs and verifier_weights are for this source's own verifier; give it, or set reward's"

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, SourceConfig, Sources
+from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sources
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
@@ -368,9 +368,9 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
     for item in (*data.train_sources, *data.heldout_sources):
         verifiers[f"the verifier of the source {item.called}"] = item.verifier or ""
-    named = {} if isinstance(data.train, str) else {item.called: _scoring(item) for item in data.train_sources}
+    named = {} if isinstance(data.train, str) else {item.called: item.scoring for item in data.train_sources}
     for item in data.heldout_sources:
-        if item.verifier is not None and named.get(item.called, _scoring(item)) != _scoring(item):
+        if item.verifier is not None and named.get(item.called, item.scoring) != item.scoring:
             yield (
                 f"data.train and data.heldout both have a source {item.called}, with other verifiers, and a response is scored "
                 "by its source's name; give the held-out source another name"
@@ -380,10 +380,6 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
         yield f"{field} = python_tests runs programs that the model writes; set reward.run_code = true if you mean it"
     if field is not None and run.reward.network:
         yield f"{field} = python_tests has no network; leave reward.network out"
-
-
-def _scoring(source: SourceConfig) -> tuple[Any, ...]:
-    return source.verifier, source.verifier_kwargs, source.verifier_weights
 
 
 def _source_with_verifier(run: RunConfig) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -58,7 +58,7 @@ class ResponseText(str):
 
     finish_reason: str
     prompt_tokens: int = 0
-    prompt_ids: Sequence[int] = ()
+    prompt_ids: Iterable[int] = ()
     _ids: Iterable[int]
 
     def __new__(cls, text: str, token_ids: Iterable[int] = (), finish_reason: str = "stop") -> ResponseText:

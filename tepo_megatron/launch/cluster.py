@@ -82,16 +82,16 @@ class ClusterRun:
                 raise ValueError(
                     f"the container image {image} does not exist on {self._where}; docs/guides/cluster.md says how to make it"
                 )
-        is_listed = cluster.container is not None and cluster.container.endswith(".sqsh")
-        if not is_listed or not Job(self.config).needs_transformer_engine:
+        trainer = cluster.container
+        if trainer is None or not trainer.endswith(".sqsh") or not Job(self.config).needs_transformer_engine:
             return  # other images are checked when the job starts
-        listing = self._run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(str(cluster.container))}")
+        listing = self._run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(trainer)}")
         if listing.ok and "transformer_engine" not in listing.stdout:
             remedy = "set engine.layers=local"
             if self.config.optimizer.precision_aware:
                 remedy += ", and keep the optimizer's states in float32"
             raise ValueError(
-                f"the container image {cluster.container} has no Transformer Engine, which this run on GPUs needs; build it "
+                f"the container image {trainer} has no Transformer Engine, which this run on GPUs needs; build it "
                 f"from docker/trainer.Dockerfile, or {remedy}"
             )
 

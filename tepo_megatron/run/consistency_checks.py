@@ -202,12 +202,11 @@ class Canary:
         self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @staticmethod
-    def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int, has_drawn: bool = False) -> tuple[int, ...] | None:
-        """``has_drawn``: servers may sample meanwhile, if the schedule is overlap."""
+    def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int, has_drawn: bool) -> tuple[int, ...] | None:
         rollout, lora = config.rollout, config.model.lora
         if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
             return None
-        if (sync or has_drawn) and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
+        if has_drawn and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
             return None  # vLLM 0.32 cannot score a prompt next to other requests of an adapter; the rollouts are compared
         return Canary.prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
 

@@ -86,7 +86,7 @@ class Rank0:
             collect=collect,
         )
         self._signals = stop_signals()
-        self._problems = {problem.id: problem for problem in inputs.train}
+        self._problems = inputs.by_id
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
         self._returns = 0

@@ -161,8 +161,7 @@ def _run_node_attempt(
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
         failure = Path(folder) / "failure.json"
         try:
-            told = {FAILURE_FILE: str(failure), STARTER: str(os.getpid())}
-            with changed_environment(**told), _forwarded_signals(Path(folder), ranks) as asked:
+            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(Path(folder), ranks) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
@@ -218,9 +217,7 @@ def _describe_end(error: ChildFailedError) -> RanksEnd:
 @contextmanager
 def _environment(failure: Path) -> Iterator[None]:
     level = logging.root.manager.disable
-    with changed_environment(
-        **{FAILURE_FILE: str(failure), HAS_PARENT: "1", STARTER: str(os.getpid())}, **_agent_environment()
-    ):
+    with changed_environment(**{FAILURE_FILE: str(failure), HAS_PARENT: "1"}, **_agent_environment()):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks and servers share cores: who waits must not spin on one
         if sys.platform == "linux":
@@ -270,7 +267,7 @@ def _forwarded_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | 
 def _agent_environment() -> dict[str, str]:
     """Lets torchrun's agent handle no stop signal, after which it kills the ranks in 30 s, and none that is ignored."""
     # The list may not be empty; nobody sends the other one.
-    return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX"}
+    return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX", STARTER: str(os.getpid())}
 
 
 def _run_agent(arguments: Sequence[str], folder: Path, place: int | None = None) -> None:

@@ -90,11 +90,7 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
 
 
 def source_verifiers(config: RunConfig) -> dict[str, Any]:
-    return {
-        source.called: [source.verifier, dict(source.verifier_kwargs), source.verifier_weights]
-        for source in config.data.train_sources
-        if source.verifier is not None
-    }
+    return {source.called: [*source.scoring.values()] for source in config.data.train_sources if source.verifier is not None}
 
 
 def served_teachers(config: RunConfig) -> dict[str, Any]:

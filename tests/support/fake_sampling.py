@@ -202,11 +202,10 @@ def collector(
 ) -> RolloutCollector:
     """A run's collector, with a tokenizer that writes token ids as text."""
 
-    def write(ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
-    tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_: [len(prompt), 3], unk_id=None, decode=write)
-    inputs: Any = SimpleNamespace(train=list(problems), tokenizer=tokenizer, spec=SimpleNamespace(vocab_size=50))
+    tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_: [len(prompt), 3], unk_id=None)
+    tokenizer.decode = lambda ids: " ".join(map(str, ids))
+    by_id, spec = {problem.id: problem for problem in problems}, SimpleNamespace(vocab_size=50)
+    inputs: Any = SimpleNamespace(train=list(problems), by_id=by_id, tokenizer=tokenizer, spec=spec)
     journal, rewards = Journal(config, say, say), StepRewards(config, say)
     collected_by = RolloutCollector(
         config,

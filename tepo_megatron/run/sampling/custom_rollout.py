@@ -50,7 +50,6 @@ class StepSampler:
         self._config, self._inputs, self._fleet, self._scorer = config, inputs, fleet, scorer
         self._on_progress = on_progress
         self._problems: dict[str, Problem] = {}
-        self._trained = {problem.id: problem for problem in inputs.train}
         self._calls = 0
 
     def sample(self, problems: Sequence[Problem], n: int | None = None) -> list[list[Rollout]]:
@@ -91,7 +90,7 @@ class StepSampler:
 
     def _with_prompt(self, problem: Problem) -> Problem:
         """A changed prompt is that of the last message."""
-        known = self._trained.get(problem.id)
+        known = self._inputs.by_id.get(problem.id)
         if known is None or not problem.messages or problem.messages != known.messages or problem.prompt == known.prompt:
             return problem
         role, _ = problem.messages[-1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import Callbacks
+from tepo_megatron.run.output.resume import resumes
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -36,6 +38,10 @@ class Inputs:
     heldout: list[Problem]
     left_out: list[str]
     sets: Sequence[EvaluationSet] = ()
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Problem]:
+        return {problem.id: problem for problem in self.train}
 
 
 def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
@@ -102,10 +108,10 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
 
 def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
     """The first record must have the token masks for scoring, and this model's experts if replayed."""
-    chosen, saved = config.train.resume_from, checkpoints(config.output / "checkpoints") if config.train.resume else []
-    resumes = config.train.resume is True or bool(saved)
-    newest = Path(chosen) if resumes and chosen is not None else saved[-1] if saved else None
-    first = 0 if newest is None else step_of(newest)
+    first, chosen = 0, config.train.resume_from
+    if resumes(config):
+        saved = checkpoints(config.output / "checkpoints") if chosen is None else [Path(chosen)]
+        first = step_of(saved[-1]) if saved else 0
     missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
     if missing:
         raise ValueError(

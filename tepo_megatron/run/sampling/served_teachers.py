@@ -62,8 +62,9 @@ class ServedTeachers:
         return name if name in self.samplers else None
 
     def score(self, name: str, response: ResponseText) -> Future[_Judged]:
-        ids = [int(token) for token in response.token_ids]  # numpy's numbers are no JSON
-        return self._threads[name].submit(self._score, name, list(response.prompt_ids), ids)
+        # numpy's numbers are no JSON
+        prompt, ids = ([int(token) for token in tokens] for tokens in (response.prompt_ids, response.token_ids))
+        return self._threads[name].submit(self._score, name, prompt, ids)
 
     def _score(self, name: str, prompt: list[int], response: list[int]) -> _Judged:
         self._starting[name].result()

@@ -76,7 +76,7 @@ def _ranks(config: RunConfig) -> str:
 
 def answer_of(rollout: Rollout) -> ResponseText:
     answer = ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
-    answer.prompt_ids = rollout.prompt_ids.tolist()
+    answer.prompt_ids = rollout.prompt_ids
     return answer
 
 

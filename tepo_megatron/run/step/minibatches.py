@@ -53,8 +53,9 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
     and norm are NaN.
     """
     lr = updates[-1].lr
-    count_skipped, numbered = sum(bool(update.skipped) for update in updates), enumerate(updates, start=1)
-    shares = {number: update.sums["clip/share"] for number, update in numbered if "clip/share" in update.sums}
+    count_skipped = sum(bool(update.skipped) for update in updates)
+    sums = {number: update.sums for number, update in enumerate(updates, start=1)}
+    shares = {number: of_update["clip/share"] for number, of_update in sums.items() if "clip/share" in of_update}
     updates = [update for update in updates if not update.skipped]
     row = {**_rollout_figures(batch), "update/skipped": float(count_skipped), "lr": lr, "loss": math.nan, "grad_norm": math.nan}
     if not updates:

@@ -39,8 +39,7 @@ class VerifierTask(Task):
         configs = {"": reward}
         for source in (*data.train_sources, *data.heldout_sources):
             if source.verifier is not None:
-                verifier = {"verifier": source.verifier, "kwargs": source.verifier_kwargs, "weights": source.verifier_weights}
-                configs[source.called] = reward.model_copy(update=verifier)
+                configs[source.called] = reward.model_copy(update=source.scoring)
         return configs
 
     @property

@@ -105,7 +105,7 @@ def test_a_server_that_follows_in_coarse_steps_is_not_stale() -> None:
 )
 def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, Any], due: list[int]) -> None:
     config, spec = resolve_dtype(RunConfig.model_validate(run), gpus=0), sizes(64)
-    prompts = {sync: Canary.due_prompt(config, spec, sync=sync) for sync in range(7)}
+    prompts = {sync: Canary.due_prompt(config, spec, sync=sync, has_drawn=sync > 0) for sync in range(7)}
     assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
     assert {prompt for prompt in prompts.values() if prompt is not None} <= {Canary.prompt(50, 64)}
     revived = Canary.due_prompt(config, spec, sync=0, has_drawn=True)  # of servers that ended in mid-run
@@ -124,7 +124,7 @@ def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab
         assert len(prompt) == length
     served = RunConfig.model_validate({"rollout": {"server": {"max_model_len": 10}}})
     for config, count in ((RunConfig(), min(32, limit - 1)), (served, 9)):
-        assert len(Canary.due_prompt(config, sizes(limit), sync=0) or ()) == count
+        assert len(Canary.due_prompt(config, sizes(limit), sync=0, has_drawn=False) or ()) == count
     for size in (32_000, 128_256, 151_936):  # in every part of a vocabulary that is split over eight ranks
         assert {token * 8 // size for token in Canary.prompt(size, 4096)} == set(range(8))
 
