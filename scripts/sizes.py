@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_782,
-    "tests, lines": 44_278,
-    "docs and docstrings, words": 109_954,
+    "package, lines": 52_785,
+    "tests, lines": 44_281,
+    "docs and docstrings, words": 109_952,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

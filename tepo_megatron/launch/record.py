@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -37,8 +38,11 @@ def _git_state(folder: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    installed = ((item.metadata["Name"], item) for item in metadata.distributions())
-    packages = {name: item.version for name, item in installed if name}  # an interrupted pip leaves folders without one
+    packages = {}
+    for item in metadata.distributions():
+        with suppress(FileNotFoundError):  # raised for what has no name once importlib_metadata is imported
+            if name := item.metadata["Name"]:  # an interrupted pip leaves folders without one
+                packages[name] = item.version
     return {
         "host": platform.node(),
         "platform": platform.platform(),

@@ -366,7 +366,11 @@ def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
     assert "+two" in found["diff"]
 
 
-def test_the_record_leaves_out_what_an_interrupted_installation_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("imported", ["importlib.metadata", "importlib_metadata"])
+def test_the_record_leaves_out_what_an_interrupted_installation_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: str
+) -> None:
+    pytest.importorskip(imported)  # the second one finds distributions for the first one, too
     (tmp_path / "broken-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert "pytest" in submission([], tmp_path)["launcher"]["packages"]
