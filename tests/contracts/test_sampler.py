@@ -37,6 +37,7 @@ from tests.contracts.sampler_contract import (
     members_of,
     write_model,
 )
+from tests.support.programs import FEW_BLOCKS
 from tests.support.reference_sampler import ReferenceSampler, ReferenceStream, _Draw
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {"reference": ReferenceSampler, "vllm": make_sampler}
@@ -48,7 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(factory: Any, model_dir: Path) -> Sampler:
-    config = ServerConfig(max_model_len=MAX_LENGTH, max_num_seqs=16)
+    config = ServerConfig(max_model_len=MAX_LENGTH, max_num_seqs=16, extra_args=(FEW_BLOCKS,))
     sampler: Sampler = factory(
         config, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=model_dir.parent / "logs"
     )

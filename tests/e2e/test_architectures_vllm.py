@@ -27,6 +27,7 @@ from tepo_megatron.sampler.vllm.server import Server
 from tests.support.engines import make_engine
 from tests.support.faulty_server import draw_group
 from tests.support.launch import run_dist
+from tests.support.programs import FEW_BLOCKS
 from tests.support.random_models import EOS, LENGTH, MODELS, PROMPTS, greedy, random_model, rollouts_of
 
 SERVED, TRAINED = 0, 1
@@ -105,7 +106,8 @@ def kill_when_sending(sender: Any, fleet: Fleet | None) -> None:
 
 
 def served(case: Case, folder: Path, rank: int) -> dict[str, Any]:
-    options = {"count": case.count, "tp": case.tp, "transfer": case.transfer, "max_model_len": 64, "max_num_seqs": 32}
+    limits = {"max_model_len": 64, "max_num_seqs": 32, "extra_args": (FEW_BLOCKS,)}
+    options = {"count": case.count, "tp": case.tp, "transfer": case.transfer, **limits}
     document: dict[str, Any] = {
         "model": {"path": str(folder / case.model / "trained")},
         "engine": {"parallel": {"tp": 2, "pp": 2, **EXPERTS.get(case.model, {})}},

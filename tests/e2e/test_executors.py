@@ -17,7 +17,7 @@ import pytest
 from tepo_megatron.runtime.preemption import PREEMPTED
 from tests.support.launcher import launcher
 from tests.support.processes import eventually, family
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
 from tests.support.submissions import JOB
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ TINY = [
     *("engine.platform=cpu", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "cluster.rollout_nodes=1"),
     *("rollout.server.max_num_seqs=16", "rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),
     *(f"cluster.python={sys.executable}", f"cluster.setup=['export PYTHONPATH={ROOT}']"),
-    *("log.curves=false", "log.tensorboard=false"),
+    *("log.curves=false", "log.tensorboard=false", f"rollout.server.extra_args=[{FEW_BLOCKS}]"),
 ]
 
 
@@ -56,18 +56,20 @@ def python() -> str:
     return str(launcher() / "python")
 
 
-def submission(python: str, name: str, *overrides: str) -> dict[str, Any]:
-    command = [python, "-m", "tests.support.submissions", name, *RUN, *SETTINGS[name], *overrides]
+@pytest.fixture(scope="module")
+def submissions(python: str) -> dict[str, Any]:
+    command = [python, "-m", "tests.support.submissions"]
+    asked = json.dumps({name: [*RUN, *settings] for name, settings in SETTINGS.items()})
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DGXCLOUD_CLIENT_SECRET": "a secret"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, input=asked, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_service_gets_what_the_golden_file_says(python: str, name: str) -> None:
+def test_each_service_gets_what_the_golden_file_says(submissions: dict[str, Any], name: str) -> None:
     """To renew one, remove it and run the test twice."""
-    result, golden = submission(python, name), GOLDEN / f"{name}.json"
+    result, golden = submissions[name], GOLDEN / f"{name}.json"
     job = result["scripts"].pop(f"tepo-{JOB}.sh", "")
     assert ("place train.sh" in job) == (name != "docker")
     if not golden.exists():

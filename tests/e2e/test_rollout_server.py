@@ -28,7 +28,7 @@ from tepo_megatron.sampler.vllm.resources import worker_cores
 from tepo_megatron.sampler.vllm.server import Server
 from tests.contracts.sampler_contract import EOS, MAX_LENGTH, PROMPTS, contract_model, manifest, write_model
 from tests.support.processes import assert_none_names, processes_naming
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
 from tests.support.random_models import greedy_after
 
 ATTEMPTS = 20
@@ -38,7 +38,7 @@ ATTEMPTS = 20
 @contextmanager
 def started(folder: Path, tp: int) -> Iterator[Fleet]:
     write_model(folder / "model")
-    config = ServerConfig(tp=tp, max_model_len=MAX_LENGTH, max_num_seqs=64, max_restarts=5)
+    config = ServerConfig(tp=tp, max_model_len=MAX_LENGTH, max_num_seqs=64, max_restarts=5, extra_args=(FEW_BLOCKS,))
     with Fleet(config, model_dir=folder / "model", dtype="float32", stop_token_ids=[EOS], log_dir=folder) as running:
         assert processes_naming(folder)
         yield running

@@ -20,6 +20,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.trainer.packing import pack
 from tests.support.engines import score_with_and_without_replay
 from tests.support.launch import run_dist
+from tests.support.programs import FEW_BLOCKS
 from tests.support.random_models import EOS, random_model, rollouts_of
 
 LONG = (1, *(3 + at % 57 for at in range(280)))
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups(folder: Path) -> list[list[Response]]:
-    config = ServerConfig(max_model_len=400, max_num_seqs=16, routing_replay=True)
+    config = ServerConfig(max_model_len=400, max_num_seqs=16, routing_replay=True, extra_args=(FEW_BLOCKS,))
     with Fleet(config, model_dir=folder / "served", dtype="float32", stop_token_ids=[EOS], log_dir=folder) as fleet:
         return fleet.generate(PROMPTS, n=3, temperature=1.0, max_new_tokens=12, seed=1)
 

@@ -22,6 +22,7 @@ from tests.contracts.sampler_contract import EOS, VOCABULARY, contract_model
 from tests.e2e.test_rollout_server import sync
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
+from tests.support.programs import FEW_BLOCKS
 from tests.support.random_models import greedy_after
 
 TOKEN = 7
@@ -35,7 +36,7 @@ def test_logits_are_not_rounded_to_the_models_dtype(tmp_path: Path) -> None:
         row = 3 * model.lm_head.weight[TOKEN].clone()
         model.lm_head.weight.zero_()[TOKEN] = row
     model.bfloat16().save_pretrained(tmp_path / "model")
-    config = ServerConfig(max_model_len=64, max_num_seqs=8, dtype="bfloat16", head_dtype="float32")
+    config = ServerConfig(max_model_len=64, max_num_seqs=8, dtype="bfloat16", head_dtype="float32", extra_args=(FEW_BLOCKS,))
     with Fleet(config, model_dir=tmp_path / "model", dtype="bfloat16", stop_token_ids=[EOS], log_dir=tmp_path) as fleet:
         (logprobs,) = fleet.prompt_logprobs(PROMPT).values()
     # p = e^z / (e^z + V − 1)
@@ -48,7 +49,8 @@ def test_logits_are_not_rounded_to_the_models_dtype(tmp_path: Path) -> None:
     assert (apart < 0.1).all()
 
 
-SERVER = {"quantization": "fp8_per_channel", "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 8}
+LIMITS = {"max_model_len": 64, "max_num_seqs": 8, "extra_args": (FEW_BLOCKS,)}
+SERVER = {"quantization": "fp8_per_channel", "dtype": "bfloat16", **LIMITS}
 
 
 def serve(_rank: int, _world: int, out: Path) -> dict[str, Any]:
@@ -116,7 +118,8 @@ def test_speculative_samples_are_the_models(method: str, tmp_path: Path) -> None
     """The draft model is the first policy with some noise: it guesses well, and is of no use after the update."""
     first, second = contract_model(0), contract_model(1)
     first.save_pretrained(tmp_path / "model")
-    config = ServerConfig.model_validate({"max_model_len": 128, "max_num_seqs": 64, "max_restarts": 0, "speculative": NGRAM})
+    settings = {"max_model_len": 128, "max_num_seqs": 64, "max_restarts": 0, "extra_args": (FEW_BLOCKS,)}
+    config = ServerConfig.model_validate({**settings, "speculative": NGRAM})
     if method == "draft_model":
         draft = copy.deepcopy(first)
         with torch.no_grad():

@@ -23,13 +23,14 @@ from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
 from tepo_megatron.tools.faults.strangers import content, plain_files
 from tests.support import stranger
 from tests.support.processes import assert_none_names, eventually, family, listeners, unix_sockets
-from tests.support.programs import RUN, TIMEOUT_S, last_step, wait_for_rows
+from tests.support.programs import FEW_BLOCKS, RUN, TIMEOUT_S, last_step, wait_for_rows
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 SMALL = [
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
-    *("rollout.server.tp=2", "evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
+    *("rollout.server.tp=2", f"rollout.server.extra_args=[{FEW_BLOCKS}]"),
+    *("evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
 ]
 
 
@@ -37,7 +38,7 @@ SLOW = """
 import time
 
 def one(problem, response):
-    time.sleep(0.3)
+    time.sleep(1.0)
     return 1.0
 """
 """A verifier, so that the run leaves the processors to the stranger."""
@@ -93,7 +94,7 @@ def models(url: str, key: str) -> int:
 def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
     registry, out = tmp_path / "servers", tmp_path / "out"
     tmp_path.chmod(0o755)  # so that it is the registry itself that keeps the key
-    given = ["placement=external", f"registry={registry}", "interface=lo"]
+    given = ["placement=external", f"registry={registry}", "interface=lo", f"extra_args=[{FEW_BLOCKS}]"]
     process = start("serve", out, *(f"rollout.server.{each}" for each in given))
     try:
         assert eventually(lambda: any(registry.glob("server-*.json")) or process.poll() is not None), "no server registered"

@@ -18,6 +18,7 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.engines import make_engine, whole_digest
 from tests.support.launch import run_dist
+from tests.support.programs import FEW_BLOCKS
 from tests.support.random_models import rollouts_of
 
 MODEL = resolve_model_path("builtin:tiny")
@@ -67,7 +68,7 @@ def sync(rank: int, _world: int, out: Path, kind: str) -> dict[str, Any]:
         "engine": {"parallel": {"tp": 2, "sequence_parallel": True}},
         # Far larger than in a real run, so that stale weights could not pass for new ones.
         "optimizer": {"lr": 3e-3 if kind == "full" else 3e-2},
-        "rollout": {"sampling": {"temperature": TEMPERATURE}},
+        "rollout": {"sampling": {"temperature": TEMPERATURE}, "server": {"extra_args": (FEW_BLOCKS,)}},
     }
     engine = make_engine(document)
     config = engine.config

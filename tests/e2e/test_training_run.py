@@ -21,6 +21,7 @@ from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.launch import run_world
 from tests.support.processes import assert_none_names
 from tests.support.programs import (
+    FEW_BLOCKS,
     RUN,
     TIMEOUT_S,
     rows,
@@ -42,6 +43,7 @@ SMALL = [
     f"evaluate.every={HALF}",
     f"train.steps={STEPS}",
     "train.minibatches=2",
+    f"rollout.server.extra_args=[{FEW_BLOCKS}]",
 ]
 KEYS = {
     *("step", "weights_version/min", "weights_version/max", "reward/mean", "reward/std", "response_len/mean"),

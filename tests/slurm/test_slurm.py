@@ -16,7 +16,7 @@ import pytest
 
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.tools.faults.workshop import make_rollouts
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
 
 pytestmark = pytest.mark.slurm
 
@@ -24,7 +24,8 @@ RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 STEPS = 2
 SMALL = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.every=0"),
-    *("engine.platform=cpu", "rollout.server.interface=lo", "rollout.server.max_num_seqs=16"),
+    *("engine.platform=cpu", "rollout.server.interface=lo"),
+    *("rollout.server.max_num_seqs=16", f"rollout.server.extra_args=[{FEW_BLOCKS}]"),
     *("rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),  # for a busy machine
     *("cluster.train_nodes=1", "cluster.rollout_nodes=1", "cluster.gpus_per_node=2"),
     *("log.curves=false", "log.tensorboard=false"),
@@ -168,7 +169,7 @@ def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
 
 def test_a_spare_node_takes_over_when_a_rank_is_killed_and_the_job_goes_on(cluster: Any, tepo: str, tmp_path: Path) -> None:
     """A rank on each of two nodes, on recorded rollouts; the second one's is killed."""
-    out, rollouts, last = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 80), 80
+    out, rollouts, last = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 40), 40
     settings = ["cluster.train_nodes=2", "cluster.rollout_nodes=0", "cluster.spare_nodes=1", "cluster.gpus_per_node=1"]
     settings += ["engine.parallel.tp=1", "engine.parallel.dp=2", "engine.parallel.sequence_parallel=false"]
     settings += ["train.max_restarts=2", f"train.steps={last}", "train.save_every=2", f"rollout.replay={rollouts}"]

@@ -14,6 +14,9 @@ from typing import Any
 TIMEOUT_S = 1100.0
 """After so long a process hangs: ten times what the longest takes, and just below what pytest gives a test."""
 
+FEW_BLOCKS = "--num-gpu-blocks-override=256"
+"""In ``rollout.server.extra_args``. A vLLM worker would write zeros to a GiB when it starts."""
+
 
 def run_python(
     *arguments: object,

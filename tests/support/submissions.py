@@ -1,14 +1,16 @@
-"""``python -m tests.support.submissions EXECUTOR OVERRIDE...`` prints as JSON what NeMo-Run sends for a job. Nothing is sent.
+"""``python -m tests.support.submissions`` reads the overrides of each executor and prints what NeMo-Run sends for a job.
 
-Run it where NeMo-Run is installed. Clients of services are replaced, and the packages of two that .venv-launch lacks.
+Nothing is sent. Run it where NeMo-Run is installed. Clients of services are replaced, and two packages that .venv-launch lacks.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
+import multiprocessing
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,19 +21,8 @@ from unittest.mock import MagicMock, patch
 JOB = "0123456789"
 sent: list[Any] = []
 _STUBS = {
-    "sky": (
-        "backends",
-        "core",
-        "data",
-        "exceptions",
-        "resources",
-        "skylet",
-        "skylet.job_lib",
-        "task",
-        "utils",
-        "utils.status_lib",
-    ),
-    "kubernetes": ("client", "client.rest", "config", "watch"),
+    "sky": "backends core data exceptions resources skylet skylet.job_lib task utils utils.status_lib",
+    "kubernetes": "client client.rest config watch",
 }
 
 
@@ -60,7 +51,7 @@ class _Task:
 
 def _stub() -> None:
     for package, modules in _STUBS.items():
-        for name in (package, *(f"{package}.{module}" for module in modules)):
+        for name in (package, *(f"{package}.{module}" for module in modules.split())):
             sys.modules[name] = MagicMock()
             parent, _, last = name.rpartition(".")
             if parent:
@@ -113,14 +104,10 @@ def _lepton() -> MagicMock:
     return client
 
 
-def main(name: str, *overrides: str) -> None:
-    _stub()
-    import nemo_run
-
-    from tepo_megatron.config.load import load_run
-    from tepo_megatron.launch import executors
-    from tepo_megatron.launch.job import on_nodes
-
+def _submit(name: str, overrides: list[str]) -> Any:
+    """In a process of its own: ``sent``, the stubs and NeMo-Run remember."""
+    home = Path(os.environ["NEMORUN_HOME"])
+    shutil.rmtree(home, ignore_errors=True)
     config = on_nodes(load_run(None, [f"cluster.executor={name}", *overrides]))
     api = sys.modules["kubernetes"].client.CustomObjectsApi.return_value
     api.create_namespaced_custom_object = lambda **options: _note(options)
@@ -138,14 +125,22 @@ def main(name: str, *overrides: str) -> None:
         except RuntimeError as error:
             if not isinstance(error.__cause__, _Sent):
                 raise
-    home = Path(os.environ["NEMORUN_HOME"])
     scripts = {path.name: path.read_text() for path in sorted(home.rglob("*.sh")) if "code" not in path.parts}
     text = json.dumps({"sent": sent, "scripts": scripts}, default=str, indent=2)
     text = text.replace(str(home), "HOME").replace(getpass.getuser() + "/tepo_", "USER/tepo_")
-    print(re.sub(rf"tepo-{JOB}-(?!data|tepo)[0-9a-z]{{6,}}", f"tepo-{JOB}-UNIQUE", text))
+    return json.loads(re.sub(rf"tepo-{JOB}-(?!data|tepo)[0-9a-z]{{6,}}", f"tepo-{JOB}-UNIQUE", text))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as _home:
-        os.environ["NEMORUN_HOME"] = _home
-        main(*sys.argv[1:])
+    with tempfile.TemporaryDirectory() as _folder:
+        os.environ["NEMORUN_HOME"] = str(Path(_folder) / "nemo")
+        _stub()
+        import nemo_run
+
+        from tepo_megatron.config.load import load_run
+        from tepo_megatron.launch import executors
+        from tepo_megatron.launch.job import on_nodes
+
+        _settings = json.load(sys.stdin)
+        with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as _pool:
+            print(json.dumps(dict(zip(_settings, _pool.starmap(_submit, _settings.items(), chunksize=1), strict=True))))
