@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 bash scripts/setup_cpu.sh
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile all modules of this checkout
 
 stamp=.venv/.tepo-test
 wanted=$(cksum <requirements/test.txt)

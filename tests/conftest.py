@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -42,6 +43,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     config.option.loadscopereorder = False  # xdist's own order: files with the most tests first
     return Schedule(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # a collection walks a million objects of libraries and of collected tests, which all stay
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

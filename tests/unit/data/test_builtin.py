@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from examples.tiny.make_warm_start import (
     stack_machine_examples,
     written_sum,
 )
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import builtin
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -100,7 +102,11 @@ def test_noise_is_the_share_of_wrong_long_sums(seed: int, noise: float) -> None:
     assert wrong == 0 if noise == 0 else abs(wrong / 2000 - noise) < 0.08  # 7.8 standard deviations
 
 
-BY_PROMPT = {problem.prompt: problem for problem in load_problems("builtin:stack-machine")}
+@cache
+def by_prompt() -> dict[str, Problem]:
+    return {problem.prompt: problem for problem in load_problems("builtin:stack-machine")}
+
+
 SCORE = StackMachine().score
 
 
@@ -118,9 +124,9 @@ def test_problems_differ_and_their_answers_pass() -> None:
 
 
 def test_tests_tell_a_choice_from_its_branches() -> None:
-    programs = {problem.id: problem.answer for problem in BY_PROMPT.values()} | {leaf: leaf for leaf in LEAVES}
+    programs = {problem.id: problem.answer for problem in by_prompt().values()} | {leaf: leaf for leaf in LEAVES}
     found = 0
-    for problem in BY_PROMPT.values():
+    for problem in by_prompt().values():
         _, asked, branches = problem.id.partition("?")
         for branch in branches.split(":") if asked else ():
             if branch in programs:
@@ -134,14 +140,14 @@ def test_tests_tell_a_choice_from_its_branches() -> None:
 def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
     examples = stack_machine_examples(400, 0.0, seed)
     assert examples == stack_machine_examples(400, 0.0, seed)
-    assert all(SCORE(BY_PROMPT[prompt], program) == 1 for prompt, program in examples)
-    assert 0.5 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
+    assert all(SCORE(by_prompt()[prompt], program) == 1 for prompt, program in examples)
+    assert 0.5 < sum(program == by_prompt()[prompt].answer for prompt, program in examples) / 400 < 0.9
 
 
 @pytest.mark.parametrize(("noise", "low", "high"), [(0.3, 0.27, 0.33), (1.0, 1.0, 1.0)])  # 6.5 standard deviations
 def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown(noise: float, low: float, high: float) -> None:
     examples = stack_machine_examples(10_000, noise, 0)
-    wrong = sum(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
+    wrong = sum(SCORE(by_prompt()[prompt], program) == 0 for prompt, program in examples)
     assert low <= wrong / 10_000 <= high
     assert len({prompt for prompt, _ in examples}) == 10_000
 
