@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_785,
-    "tests, lines": 44_281,
+    "tests, lines": 44_277,
     "docs and docstrings, words": 109_952,
     "public classes and functions": 881,
     "modules": 273,

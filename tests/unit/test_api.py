@@ -14,24 +14,9 @@ from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 WITH_TORCH = {
-    "Batch",
-    "EvaluationResult",
-    "Objective",
-    "ObjectiveOutput",
-    "StepContext",
-    "StepSampler",
-    "StepValues",
-    "Surrogate",
-    "TokenScores",
-    "TokenValues",
-    "build_objective",
-    "check_objective",
-    "evaluate_model",
-    "export_model",
-    "fused_linear_logprob_and_entropy",
-    "import_model",
-    "logprob_and_entropy",
-    "train_model",
+    *("Batch", "EvaluationResult", "Objective", "ObjectiveOutput", "StepContext", "StepSampler", "StepValues", "Surrogate"),
+    *("TokenScores", "TokenValues", "build_objective", "check_objective", "evaluate_model", "export_model"),
+    *("fused_linear_logprob_and_entropy", "import_model", "logprob_and_entropy", "train_model"),
 }
 
 
