@@ -131,10 +131,10 @@ class StopSignals:
         self._before = {number: signal.getsignal(number) for number in (*self._numbers, _WAKE)}
         signal.signal(_WAKE, lambda number, frame: None)
         self._wakes_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        self._handle_all()
         threading.Thread(target=self._listen, args=(hears, threading.get_ident()), name="stop signals", daemon=True).start()
         if (folder := os.environ.get(RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
             write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
+        self._handle_all()  # a signal may raise from here on
 
     def _uninstall(self) -> None:
         if self._wakes is not None:

@@ -70,13 +70,14 @@ def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> i
 
 
 def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
-    signals = StopSignals(grace_s=grace_s, warning_s=warning_s).install()
-    if sys.platform == "linux" and FAILURE_FILE in os.environ:  # the agent's end is this rank's
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != variable(STARTER, os.getppid()):  # it was killed before
-            os.kill(os.getpid(), signal.SIGTERM)
+    signals = StopSignals(grace_s=grace_s, warning_s=warning_s)
     try:
+        signals.install()
+        if sys.platform == "linux" and FAILURE_FILE in os.environ:  # the agent's end is this rank's
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+            if os.getppid() != variable(STARTER, os.getppid()):  # it was killed before
+                os.kill(os.getpid(), signal.SIGTERM)
         refuse_pickles()
         work()
     except StopRequested as stop:

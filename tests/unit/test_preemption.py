@@ -15,9 +15,17 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, STOP_SIGNALS, StopRequested, StopSignals, stop_signals
+from tepo_megatron.runtime.preemption import (
+    INTERRUPTED,
+    PREEMPTED,
+    RANKS_FOLDER,
+    STOP_SIGNALS,
+    StopRequested,
+    StopSignals,
+    stop_signals,
+)
 from tepo_megatron.tools.faults.processes import wait_until
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import TIMEOUT_S, run_python
 
 RANK = """
 import contextlib, ctypes, os, signal, sys, time
@@ -203,6 +211,29 @@ def test_a_rank_that_waits_for_rank_0_ends_when_that_is_gone(start: Callable[...
     root.kill()
     root.wait()
     assert rank.ends() == (1, [])
+
+
+EARLY = """
+import os, signal
+from tepo_megatron.runtime.rank import run_rank
+
+install = signal.signal
+
+def installed(number, handler):
+    install(number, handler)
+    if number == signal.SIGTERM and callable(handler):
+        os.kill(os.getpid(), number)
+
+signal.signal = installed
+raise SystemExit(run_rank(lambda: print("works"), grace_s=60.0, warning_s=60.0))
+"""
+
+
+def test_a_signal_ends_a_rank_that_has_just_installed_its_handlers(tmp_path: Path) -> None:
+    """It leaves in order, and its peers know its process."""
+    done = run_python("-c", EARLY, code=PREEMPTED, environment={"RANK": "0", RANKS_FOLDER: str(tmp_path)})
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "rank-0.pid").exists()
 
 
 # -- in a process that is the user's own
