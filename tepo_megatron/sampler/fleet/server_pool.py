@@ -166,20 +166,21 @@ class ServerPool:
 
     def _take_back(self) -> None:
         """Replaced servers have the weights of the model's folder."""
-        if not self._lost:
-            return
-        # Before they leave ``_lost``: a stream in another thread looks at both, and must not ask a server without weights.
-        replacements = {index: started for index, started in self._lost.items() if started is not None}
-        self._replaced, self._lost = set(replacements), {}
-        try:
-            for started in replacements.values():
-                started.result()
-            for index in replacements:
-                self._version = None
-                self._clients[index] = self._client(self._servers[index])
-        except BaseException:
-            self._end()
-            raise
+        with self._changing:
+            if not self._lost:
+                return
+            # Before they leave ``_lost``: a stream in another thread looks at both, and must not ask a server without weights.
+            replacements = {index: started for index, started in self._lost.items() if started is not None}
+            self._replaced, self._lost = set(replacements), {}
+            try:
+                for started in replacements.values():
+                    started.result()
+                for index in replacements:
+                    self._version = None
+                    self._clients[index] = self._client(self._servers[index])
+            except BaseException:
+                self._end()
+                raise
 
     def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
         if stop:
