@@ -23,7 +23,7 @@ _TEXTS = ("kwargs", "verifier_kwargs", "template", "system_prompt", "stop", "bad
 _Change = Callable[[str, str], str]  # (field such as data.train[1].verifier, path) → path
 
 
-def with_paths(values: Any, change: _Change, name: str = "") -> Any:
+def _with_paths(values: Any, change: _Change, name: str = "") -> Any:
     """Changes each path in ``values``, a section or a file's content; of ``path/file.py:function`` the file's."""
     if isinstance(values, Section):
         parts = {key: getattr(values, key) for key in type(values).model_fields}
@@ -32,7 +32,7 @@ def with_paths(values: Any, change: _Change, name: str = "") -> Any:
     if isinstance(values, Mapping):
         return {key: _inner(part, name, str(key), change) for key, part in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(with_paths(part, change, f"{name}[{index}]") for index, part in enumerate(values))
+        return type(values)(_with_paths(part, change, f"{name}[{index}]") for index, part in enumerate(values))
     if isinstance(values, Path):
         return Path(change(name, str(values)))
     if not isinstance(values, str):
@@ -48,13 +48,13 @@ def with_paths(values: Any, change: _Change, name: str = "") -> Any:
 def _inner(part: Any, above: str, key: str, change: _Change) -> Any:
     if key in _TEXTS and above not in ("evaluate.sets", "teachers"):  # whose keys are names
         return part
-    return with_paths(part, change, f"{above}.{key}" if above else key)
+    return _with_paths(part, change, f"{above}.{key}" if above else key)
 
 
 def paths_in(values: Any) -> dict[str, str]:
     """Returns paths by field, such as ``data.train[1].path``; of ``path/file.py:function`` the file's."""
     result: dict[str, str] = {}
-    with_paths(values, lambda field, path: result.setdefault(field, path))
+    _with_paths(values, lambda field, path: result.setdefault(field, path))
     return result
 
 
@@ -68,12 +68,12 @@ def absolute(values: Any) -> Any:
     def change(_: str, path: str) -> str:
         return _clean(Path(path).expanduser()) if is_relative(path) or path.startswith("~") else path
 
-    return with_paths(values, change)
+    return _with_paths(values, change)
 
 
 def seen_from(values: Any, folder: Path) -> Any:
     """Makes paths relative to ``folder``, for a file there."""
-    return with_paths(values, lambda _, path: os.path.relpath(path, folder) if is_relative(path) else path)
+    return _with_paths(values, lambda _, path: os.path.relpath(path, folder) if is_relative(path) else path)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class FilePaths:
             self._written[result] = (path, file)
             return result
 
-        return values if file.parent.resolve() == Path.cwd() else with_paths(values, change)
+        return values if file.parent.resolve() == Path.cwd() else _with_paths(values, change)
 
     def misplaced(self, config: Section, file: Path) -> list[str]:
         """Returns a sentence for each path that is missing, and would not be by the other rule. ``file``: the run's."""

@@ -32,49 +32,29 @@ class ServerDied(RuntimeError):  # noqa: N818
     """``Sampler.revive`` restores servers, with stale weights."""
 
 
-class SampleStream(Protocol):
+class SubmitOptions(TypedDict, total=False):
+    continued: Mapping[int, Response] | None  # parts from ``abort`` by their numbers; responses include them
+    only: Sequence[int] | None  # numbers of samples, instead of 0 to n − 1
+    room: int | None  # the most new tokens
+    home: Hashable  # requests with one share a prefix cache until ``leave``
+
+
+class ResponseStream(Protocol):
     """Takes requests at any time, and returns responses as they finish.
 
-    One thread uses it; leaving the context drops unfinished samples. Another may update the weights: responses in progress
-    continue with the new ones, and ``versions`` has (first token, version).
-
-    Sample ``j`` has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to batching's numerics.
+    One thread uses it; leaving the context drops unfinished samples.
     """
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_exception: object) -> None: ...
 
-    def __iter__(self) -> Iterator[KeyedResponse]:
-        """Raises as ``next``."""
-
     @property
     def unfinished(self) -> int:
         """Excludes returned samples."""
 
-    @property
-    def weights_version(self) -> WeightsVersion:
-        """The newest weights for the next token."""
-
-    def submit(
-        self,
-        key: Hashable,
-        prompt_ids: ArrayLike,
-        seed: int,
-        n: int = 1,
-        *,
-        continued: Mapping[int, Response] | None = None,
-        only: Sequence[int] | None = None,
-        room: int | None = None,
-        home: Hashable = None,
-    ) -> None:
-        """Requests samples 0 to n − 1, or the numbers in ``only``.
-
-        A sample in ``continued`` continues a part from ``abort``, and its response includes it. ``room`` limits new tokens.
-        Requests with one ``home`` share a prefix cache until ``leave``.
-
-        Raises ValueError for an empty prompt, n > 1 with temperature 0, and a part that leaves no room.
-        """
+    def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
+        """Raises ValueError for an empty prompt, n > 1 with temperature 0, and a part that leaves no room."""
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
         """Returns None if no sample is unfinished, or after ``timeout_s``.
@@ -85,6 +65,21 @@ class SampleStream(Protocol):
 
     def abort(self) -> list[KeyedResponse]:
         """Returns parts with a token (finish reason ``abort``), and finished responses."""
+
+
+class SampleStream(ResponseStream, Protocol):
+    """Another thread may update the weights: responses in progress continue with the new ones, and ``versions`` has (first
+    token, version).
+
+    Sample ``j`` has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to batching's numerics.
+    """
+
+    def __iter__(self) -> Iterator[KeyedResponse]:
+        """Raises as ``next``."""
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        """The newest weights for the next token."""
 
     def leave(self, home: Hashable) -> None:
         """Forgets ``home``."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Logprobs, Response, Rollout, TopTokens
-from tepo_megatron.sampler.protocol import Sampler, SampleStream
+from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream
 
 
 def decisive(names: str | None) -> list[str]:
@@ -43,27 +42,6 @@ class RewardResult:
 
 
 Generate = Callable[..., Sequence[Sequence[Response]]]  # Sampler.generate; its numbers determine seeds
-
-
-class ResponseStream(Protocol):
-    """Arguments and errors are those of ``SampleStream``."""
-
-    @property
-    def unfinished(self) -> int: ...
-    def submit(
-        self,
-        key: Hashable,
-        prompt_ids: ArrayLike,
-        seed: int,
-        n: int = 1,
-        *,
-        continued: Mapping[int, Response] | None = None,
-        only: Sequence[int] | None = None,
-    ) -> None: ...
-    def next(self, timeout_s: float | None) -> tuple[Any, int, Response] | None: ...
-    def abort(self) -> list[tuple[Any, int, Response]]: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: Any) -> None: ...
 
 
 class Task(Protocol):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.rollout import TOP_TOKEN, Response, WeightsVersion
-from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, SampleStream, Scores, WeightReceiver
+from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, SampleStream, Scores
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tests.contracts.naming import naming_members, refused
 
@@ -118,7 +118,7 @@ DEFAULTS = ("generate", "describe", "__enter__", "__exit__")
 
 @check(MEMBERS)
 def members(sampler: Sampler) -> None:
-    have_members(sampler, Sampler, WeightReceiver)
+    have_members(sampler, Sampler)
     have_members(sampler.sample_stream(Sampling(1.0, 1)), SampleStream)
 
 
@@ -140,7 +140,8 @@ def members_of(protocol: type) -> dict[str, Any]:
     entered = ("__enter__", "__exit__", "__iter__")
     return {
         name: member
-        for name, member in vars(protocol).items()
+        for base in reversed(protocol.__mro__)
+        for name, member in vars(base).items()
         if (not name.startswith("_") or name in entered) and (callable(member) or isinstance(member, property))
     }
 

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.protocol import (
-    KeyedResponse,
-    Sampler,
-    SampleStream,
-    Scores,
-    WeightReceiver,
-    make_sampler,
-    sampler_spec,
-)
+from tepo_megatron.sampler.protocol import KeyedResponse, Sampler, SampleStream, Scores, make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tests.contracts import sampler_contract
@@ -187,7 +179,7 @@ def broken(protocol: type, member: str, fault: Any) -> type[ReferenceSampler]:
             raise fault("broken")
 
     act.__code__ = act.__code__.replace(co_qualname=f"Broken.{member}")
-    is_property = isinstance(vars(protocol)[member], property)
+    is_property = isinstance(members_of(protocol)[member], property)
     if not is_property:
         act.__signature__ = inspect.signature(getattr(base, member))  # type: ignore[attr-defined]
     kind: Any = type("Broken", (base,), {member: property(act) if is_property else act})
@@ -206,7 +198,7 @@ SILENT = {"sleep", "wake_up", "leave", "update_weights_from_tensors", "__exit__"
 """They return None; what they do is checked by the table above."""
 CASES = [
     (protocol, member, fault)
-    for protocol in (Sampler, WeightReceiver, SampleStream)
+    for protocol in (Sampler, SampleStream)
     for member, error in zip(members_of(protocol), cycle((RuntimeError, KeyError, AssertionError)), strict=False)
     for fault in ("missing", error, None)
     if fault == "missing" or (member not in UNUSED and (fault is not None or member not in SILENT))

@@ -7,12 +7,12 @@ from __future__ import annotations
 import queue
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
@@ -21,6 +21,7 @@ from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.sampler.protocol import SubmitOptions
 from tepo_megatron.sampler.rollout_file import read_record
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.tasks.protocol import RewardResult
@@ -65,17 +66,8 @@ class FakeFleet:
         self._pending: list[tuple[Hashable, int, Response]] = []
         yield self
 
-    def submit(
-        self,
-        key: Hashable,
-        prompt_ids: Sequence[int],
-        seed: int,
-        n: int,
-        *,
-        continued: Mapping[int, Response] | None = None,
-        only: Sequence[int] | None = None,
-    ) -> None:
-        continued = continued or {}
+    def submit(self, key: Hashable, prompt_ids: Sequence[int], seed: int, n: int, **options: Unpack[SubmitOptions]) -> None:
+        continued, only = options.get("continued") or {}, options.get("only")
         for sample in range(n) if only is None else only:
             part = continued.get(sample)
             own = Sample.of(sample, seed, Sampling(1.0, MAX_NEW_TOKENS), part).seed

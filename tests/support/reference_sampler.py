@@ -29,6 +29,7 @@ from tepo_megatron.sampler.protocol import (
     Sampler,
     SamplerOptions,
     Scores,
+    SubmitOptions,
 )
 from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
@@ -205,27 +206,17 @@ class ReferenceStream:
     def weights_version(self) -> Any:
         return self._sampler.weights_version
 
-    def submit(
-        self,
-        key: Hashable,
-        prompt_ids: ArrayLike,
-        seed: int,
-        n: int = 1,
-        *,
-        continued: Mapping[int, Response] | None = None,
-        only: Sequence[int] | None = None,
-        room: int | None = None,
-        home: Hashable = None,
-    ) -> None:
+    def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
         prompt: list[int] = token_ids(prompt_ids).tolist()
         if not prompt:
             raise ValueError(f"prompt {key} is empty")
         if self._sampling.temperature == 0 and n != 1:
             raise ValueError("greedy decoding gives one response per prompt")
         limit = self._sampling.max_new_tokens
-        sampling = self._sampling._replace(max_new_tokens=min(room or limit, limit))
+        only, continued = options.get("only"), options.get("continued") or {}
+        sampling = self._sampling._replace(max_new_tokens=min(options.get("room") or limit, limit))
         for index in range(n) if only is None else only:
-            part = (continued or {}).get(index)
+            part = continued.get(index)
             sample = Sample.of(index, seed, sampling, part)
             generator = None if sample.seed is None else torch.Generator().manual_seed(sample.seed)
             before = sample.prefix.tolist()

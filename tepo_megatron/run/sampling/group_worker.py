@@ -14,9 +14,9 @@ from tepo_megatron.run.sampling.groups import UNFINISHED, Group, GroupBuffer
 from tepo_megatron.run.sampling.journal import GroupStore
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
-from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.protocol import ResponseStream, ServerDied
 from tepo_megatron.sampler.sampling import prompt_seed
-from tepo_megatron.tasks.protocol import ResponseStream, Task
+from tepo_megatron.tasks.protocol import Task
 
 POLL_INTERVAL_S = 0.2
 

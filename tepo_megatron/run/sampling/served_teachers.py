@@ -18,9 +18,9 @@ from tepo_megatron.core.rollout import Logprobs, Rollout, TopTokens
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
-from tepo_megatron.sampler.protocol import Sampler, SampleStream, ServerDied, make_sampler
+from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream, ServerDied, make_sampler
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.protocol import ResponseStream, RewardResult, Task
+from tepo_megatron.tasks.protocol import RewardResult, Task
 
 _POLL_S = 0.005
 

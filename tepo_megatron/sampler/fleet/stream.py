@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
+from typing import Unpack
 
 from numpy.typing import ArrayLike
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
-from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
+from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied, SubmitOptions
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
 from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 
@@ -113,24 +114,13 @@ class FleetStream:
     def weights_version(self) -> WeightsVersion:
         return self.pool.versions(self.pool.published)[-1]
 
-    def submit(
-        self,
-        key: Hashable,
-        prompt_ids: ArrayLike,
-        seed: int,
-        n: int = 1,
-        *,
-        continued: Mapping[int, Response] | None = None,
-        only: Sequence[int] | None = None,
-        room: int | None = None,
-        home: Hashable = None,
-    ) -> None:
+    def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
         prompt = token_ids(prompt_ids)
         if not prompt.size:
             raise ValueError(f"prompt {key} is empty; a prompt needs at least one token")
         if self.sampling.temperature == 0 and n != 1:
             raise ValueError(f"greedy decoding gives one response per prompt, but n = {n}; use n = 1 or a temperature above 0")
-        parts = continued or {}
+        parts, only, room = options.get("continued") or {}, options.get("only"), options.get("room")
         sampling = self.sampling
         if room is not None:
             sampling = sampling._replace(max_new_tokens=min(room, sampling.max_new_tokens))
@@ -138,7 +128,7 @@ class FleetStream:
         since = self.pool.published
         for first in range(0, len(samples), self._config.max_num_seqs):
             some = {sample.index: sample for sample in samples[first : first + self._config.max_num_seqs]}
-            self._waiting.append(_Request(key, prompt, some, parts, since, home=home))
+            self._waiting.append(_Request(key, prompt, some, parts, since, home=options.get("home")))
         self._refresh()
         self._dispatch()
 

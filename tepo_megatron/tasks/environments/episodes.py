@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,7 +16,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, TokenIds, token_ids
 from tepo_megatron.runtime.text import check_text
-from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
+from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream, SubmitOptions
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
@@ -85,18 +85,10 @@ class EpisodeStream:
     def unfinished(self) -> int:
         return len(self._open) + len(self._ready)
 
-    def submit(
-        self,
-        key: Hashable,
-        prompt_ids: ArrayLike,
-        seed: int,
-        n: int = 1,
-        *,
-        continued: Mapping[int, Response] | None = None,
-        only: Sequence[int] | None = None,
-    ) -> None:
+    def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
         """Episodes cannot be continued: the environment's state is lost."""
-        assert not continued, "episodes cannot be continued; the configuration refuses rollout.partial"
+        assert not options.get("continued"), "episodes cannot be continued; the configuration refuses rollout.partial"
+        only = options.get("only")
         for index in range(n) if only is None else only:
             self._begin(Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
