@@ -54,7 +54,7 @@ def test_every_rank_has_the_batch_of_rank_0() -> None:
     assert run_dist(2, receive) == [expected, expected]
 
 
-LIMIT_S = 6.0
+LIMIT_S = 15.0
 """Of a collective. Rank 0 comes half as much later; a loaded machine may take its time for everything else."""
 
 

@@ -46,6 +46,7 @@ TINY = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.every=0", "train.steps=2"),
     *("engine.platform=cpu", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "cluster.rollout_nodes=1"),
     *("rollout.server.max_num_seqs=16", "rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),
+    "train.grace_s=1000",
     *(f"cluster.python={sys.executable}", f"cluster.setup=['export PYTHONPATH={ROOT}']"),
     *("log.curves=false", "log.tensorboard=false", f"rollout.server.extra_args=[{FEW_BLOCKS}]"),
 ]

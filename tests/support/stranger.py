@@ -44,7 +44,7 @@ def poison_stores(path: Path, *ports: int) -> list[str]:
     payload = pickle.dumps(Payload(str(path)))
     found = []
     for port in _stores(ports):
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), False)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), False)
         for key in store.list_keys():
             found.append(key)
             # The state of a dynamic rendezvous is written in base64.
@@ -62,7 +62,7 @@ def _is_store(port: int) -> bool:
     validate, ping, magic = 0, 13, 0x3C85F7CE
     hello = bytes([validate]) + magic.to_bytes(4, "little") + bytes([ping]) + (4711).to_bytes(4, "little")
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
             connection.sendall(hello)
             return connection.recv(4) == (4711).to_bytes(4, "little")
     except OSError:
@@ -97,7 +97,7 @@ def send_garbage(*ports: int) -> list[int]:
     reached = []
     for port in ports:
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 connection.sendall(b"\x00" * 8 + os.urandom(4096))
             reached.append(port)
         except OSError:

@@ -76,17 +76,12 @@ def _docker() -> MagicMock:
     return client
 
 
-def _post(url: str, **options: Any) -> MagicMock:
+def _answer(url: str, **options: Any) -> MagicMock:
     if url.endswith(("/workloads/trainings", "/workloads/distributed")):
         _note({"url": url, "body": options["json"]})
-    answer = MagicMock(status_code=200, text='{"accessToken": "a token"}')
+    known = {"accessToken": "a token", "projects": [{"name": "rl", "id": "p", "clusterId": "c"}]}
+    answer = MagicMock(status_code=200, text=json.dumps(known))
     answer.json.return_value = {"workloadId": "w", "phase": "Completed"}
-    return answer
-
-
-def _get(url: str, **_options: Any) -> MagicMock:
-    answer = MagicMock(status_code=200, text=json.dumps({"projects": [{"name": "rl", "id": "p", "clusterId": "c"}]}))
-    answer.json.return_value = {"phase": "Completed"}
     return answer
 
 
@@ -112,8 +107,8 @@ def _submit(name: str, overrides: list[str]) -> Any:
     api = sys.modules["kubernetes"].client.CustomObjectsApi.return_value
     api.create_namespaced_custom_object = lambda **options: _note(options)
     with (
-        patch("requests.post", _post),
-        patch("requests.get", _get),
+        patch("requests.post", _answer),
+        patch("requests.get", _answer),
         patch("requests.delete"),
         patch("time.sleep"),
         patch("docker.from_env", _docker),

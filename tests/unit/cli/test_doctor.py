@@ -460,6 +460,7 @@ def test_a_node_that_hangs_is_given_up_with_all_that_it_started(reach: Path) -> 
     alive = os.open(reach / "alive", os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert checked("hung", timeout_s=0.5)["hung"].detail == "unreachable: no answer to ssh within 0.5 s"
+        os.close(os.open(reach / "alive", os.O_WRONLY | os.O_NONBLOCK))  # the script may have been ended before it opened it
         wait_until(lambda: select.select([alive], [], [], 0)[0], TIMEOUT_S, "sleep ends")  # readable: nobody has it open
     finally:
         os.close(alive)

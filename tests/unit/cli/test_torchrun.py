@@ -176,12 +176,17 @@ sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m",
 RESTARTS = "max_restarts=2, "
 AGENT_RESTARTS = AGENT.replace('"-m", "made', '"--max-restarts", "2", "-m", "made')
 NODE = """
-import os, sys
+import os, sys, time
+from pathlib import Path
+import torch
 from tepo_megatron.runtime import restarts, torchrun
 
 restarts.POLL_INTERVAL_S, restarts.SILENT_S, restarts.GATHER_S, torchrun._MEET_S = 0.1, 3.0, 10.0, float(sys.argv.pop())
 node, port = sys.argv.pop(), sys.argv.pop()
 os.environ["NODE"] = node
+Path(sys.argv[2], f"imported{node}").touch()
+while len(list(Path(sys.argv[2]).glob("imported*"))) < 2:  # time runs from here on
+    time.sleep(0.01)
 options = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
 sys.exit(torchrun.run_node(["--spares", "1", *options, "--max-restarts", "2", "-m", "made_up_rank", *sys.argv[1:]]))
 """
@@ -301,8 +306,8 @@ def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(star
 
 @pytest.mark.slow
 def test_a_spare_node_that_is_not_there_is_a_sentence_before_anything_starts(start, tmp_path: Path) -> None:
-    for agent in start_nodes(start, "once", tmp_path, nodes=2, meet_s=5.0):
-        assert agent.communicate(timeout=TIMEOUT_S)[1] == "error: node 2 of 3, spares included, did not come within 5 s\n"
+    for agent in start_nodes(start, "once", tmp_path, nodes=2, meet_s=10.0):
+        assert agent.communicate(timeout=TIMEOUT_S)[1] == "error: node 2 of 3, spares included, did not come within 10 s\n"
         assert agent.returncode == 1
     assert not list(tmp_path.glob("attempt*"))
 

@@ -92,7 +92,7 @@ def test_programs_run_within_limits_without_network_in_a_folder_that_goes() -> N
 
 def test_a_program_that_runs_on_is_ended() -> None:
     config = EnvironmentConfig(name="python", run_code=True, timeout_s=600, kwargs={"seconds": 0.5})
-    (found,) = answers(config, "<python>while True: pass</python>")
+    (found,) = answers(config, "<python>import time; time.sleep(10**6)</python>")
     assert found["observation"] == ["text", "<output>error: it ran longer than 0.5 s</output>"]
     assert found["tool_error"]
 
