@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_742,
-    "tests, lines": 44_277,
+    "package, lines": 52_753,
+    "tests, lines": 44_278,
     "docs and docstrings, words": 109_945,
     "public classes and functions": 881,
     "modules": 273,

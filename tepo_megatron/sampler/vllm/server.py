@@ -65,6 +65,7 @@ _OF_RANKS = (
     "CUDA_DEVICE_MAX_CONNECTIONS",  # Megatron's (``trainer/megatron/gpu.py``)
 )
 """vLLM's process groups must not meet at the trainer's address."""
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
@@ -274,6 +275,8 @@ class Server:
     def environment(self, *, on_gpu: bool) -> dict[str, str]:
         """Includes the key."""
         environment = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith(_TORCHRUN_PREFIXES)}
+        if environment.get(_ALLOCATOR) == "expandable_segments:True":  # ``train.sh``; it breaks vLLM's own all-reduce
+            del environment[_ALLOCATOR]
         environment |= {
             KEY_VARIABLE: self.key,
             "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; the plugin's middleware guards them
