@@ -130,7 +130,7 @@ class _NcclGroup:
 def _join(store: Store, member: Member, timeout_s: float) -> _NcclGroup:
     rendezvous = Rendezvous(store, member.world_size, timeout_s)
     with rendezvous.forming_group():
-        group, backend = _process_group(store, member.rank, member.world_size, timeout_s)
+        group, backend = _process_group(store, member.rank, member.world_size)
         _connect(backend, member.device, rendezvous, timeout_s)
     return _NcclGroup(group, backend.abort, rendezvous, member.device, timeout_s)
 
@@ -138,11 +138,11 @@ def _join(store: Store, member: Member, timeout_s: float) -> _NcclGroup:
 TRANSPORT = TransportSpec(join=_join, requires_gpu=True, staging_bytes=2**30, fills=True)
 
 
-def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
+def _process_group(store: Store, rank: int, world_size: int) -> tuple[Any, Any]:
     from torch.distributed import ProcessGroup, ProcessGroupNCCL  # absent from CPU builds
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(days=365)  # `wait` has the limit; after one of torch's, the process is ended minutes later
     with changed_environment(**{_ERROR_HANDLING: "0"}):  # by default torch ends the process when an operation fails
         backend = ProcessGroupNCCL(store, rank, world_size, options)
     group = ProcessGroup(store, rank, world_size)
