@@ -4,6 +4,7 @@ import contextlib
 import signal
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +25,12 @@ from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import available_cores, this_machine, variable
-from tepo_megatron.runtime.preemption import not_ignored, stop_signals
+from tepo_megatron.runtime.preemption import StopRequested, not_ignored, stop_signals
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.evaluation import verifier_pools
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
-from tepo_megatron.trainer.protocol import trainer_kind
+from tepo_megatron.trainer.protocol import Trainer, trainer_kind
 
 
 def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
@@ -79,7 +80,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     # Megatron-Core takes seconds to import; the servers start meanwhile.
     teachers, shares_gpus = teacher_folders(config), config.is_colocated
     engine = trainer_kind().make_trainer(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
-    stack.callback(engine.close)
+    stack.push(partial(_close, engine))
     stack.push(report_before_leaving)
     sampler = None if rank0 is None else rank0.servers.sampler
     loop = Loop(config, engine, rank0, WeightPublisher(config, engine.weights, sampler), heartbeat)
@@ -115,6 +116,13 @@ def _open_rank0(
     rank0 = Rank0(config, inputs, output, heartbeat, task, pools, callbacks, collect)
     stack.callback(rank0.close)
     return rank0
+
+
+def _close(engine: Trainer, kind: type[BaseException] | None, *_error: object) -> None:
+    failed = kind is not None and not issubclass(kind, StopRequested)
+    if not (failed and torch.cuda.is_available() and variable("WORLD_SIZE", 1) > 1):
+        engine.close()
+    # else: NCCL's groups would wait for ranks that wait for this one; the process ends without (``run_rank``)
 
 
 def _is_root() -> bool:
