@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_753,
-    "tests, lines": 44_278,
-    "docs and docstrings, words": 109_945,
+    "package, lines": 52_760,
+    "tests, lines": 44_281,
+    "docs and docstrings, words": 109_944,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,
@@ -35,7 +35,7 @@ LIMITS = {
     "fragments without a verb per 1 000 docstrings": 28,
     "docstring words per line of code": 0.85,
     "replaced names": 50,
-    "lines of documents above 100 characters": 6,
+    "lines of documents above 100 characters": 7,
 }
 """Figure → the most that it may be."""
 

@@ -39,6 +39,11 @@ class SubmitOptions(TypedDict, total=False):
     home: Hashable  # requests with one share a prefix cache until ``leave``
 
 
+def refuse_others(options: SubmitOptions, supported: Iterable[str] = SubmitOptions.__optional_keys__) -> None:
+    if unknown := options.keys() - {*supported}:
+        raise TypeError(f"submit() has no option {', '.join(sorted(unknown))}; there are {', '.join(sorted(supported))}")
+
+
 class ResponseStream(Protocol):
     """Takes requests at any time, and returns responses as they finish.
 

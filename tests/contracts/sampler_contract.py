@@ -163,6 +163,7 @@ def calls(sampler: Sampler) -> None:
         assert stream.unfinished == 1, "submit: one sample was submitted, and another number is unfinished"
         assert stream.next(None) is not None, "next: None although a sample is unfinished"
         stream.leave("home")
+        refused("submit", TypeError, lambda: made.submit("b", PROMPTS[0], 1, rooms=2))
         stream.submit("b", PROMPTS[0], 1)
         responses: Any = stream.__iter__()
         assert responses is not None, "SampleStream.__iter__: None"

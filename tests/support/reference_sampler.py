@@ -30,6 +30,7 @@ from tepo_megatron.sampler.protocol import (
     SamplerOptions,
     Scores,
     SubmitOptions,
+    refuse_others,
 )
 from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
@@ -207,6 +208,7 @@ class ReferenceStream:
         return self._sampler.weights_version
 
     def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
+        refuse_others(options)
         prompt: list[int] = token_ids(prompt_ids).tolist()
         if not prompt:
             raise ValueError(f"prompt {key} is empty")

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
-from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied, SubmitOptions
+from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied, SubmitOptions, refuse_others
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
 from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 
@@ -115,6 +115,7 @@ class FleetStream:
         return self.pool.versions(self.pool.published)[-1]
 
     def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
+        refuse_others(options)
         prompt = token_ids(prompt_ids)
         if not prompt.size:
             raise ValueError(f"prompt {key} is empty; a prompt needs at least one token")

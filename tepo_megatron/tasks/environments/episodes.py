@@ -16,7 +16,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, TokenIds, token_ids
 from tepo_megatron.runtime.text import check_text
-from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream, SubmitOptions
+from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream, SubmitOptions, refuse_others
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
@@ -87,6 +87,7 @@ class EpisodeStream:
 
     def submit(self, key: Hashable, prompt_ids: ArrayLike, seed: int, n: int = 1, **options: Unpack[SubmitOptions]) -> None:
         """Episodes cannot be continued: the environment's state is lost."""
+        refuse_others(options, ("continued", "only"))
         assert not options.get("continued"), "episodes cannot be continued; the configuration refuses rollout.partial"
         only = options.get("only")
         for index in range(n) if only is None else only:

@@ -23,13 +23,13 @@ from tepo_megatron.weights.layouts import check_trainer_split, megatron_ranks
 
 
 @dataclass(frozen=True)
-class Teacher:
+class _Teacher:
     chunks: Sequence[GPTModel]
     forward: Forward
     layers: OffloadedStorages  # all but the head, which updates use
 
     @classmethod
-    def build(cls, config: RunConfig, folder: Path, forward: Forward, layers: Layers, *, keeps_states: bool) -> Teacher:
+    def build(cls, config: RunConfig, folder: Path, forward: Forward, layers: Layers, *, keeps_states: bool) -> _Teacher:
         """Every rank calls. Raises ValueError for another model than ``check_config`` accepts."""
         spec = read_model_spec(folder)
         settings = {"parallel": config.engine.parallel.even, "head": "fused", "recompute": "none"}
@@ -79,7 +79,7 @@ class Teachers:
         self.divergence = divergence_of(distill) if distill is not None and distill.of == "all" else None
         keeps = self.divergence is not None
         self.by_name = {
-            name: Teacher.build(config, folder, forward, layers, keeps_states=keeps) for name, folder in folders.items()
+            name: _Teacher.build(config, folder, forward, layers, keeps_states=keeps) for name, folder in folders.items()
         }
 
     @property
