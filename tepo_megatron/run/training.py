@@ -120,9 +120,9 @@ def _open_rank0(
 
 def _close(engine: Trainer, kind: type[BaseException] | None, *_error: object) -> None:
     failed = kind is not None and not issubclass(kind, StopRequested)
+    # Closing NCCL's groups waits for ranks that wait for this one. After an error ``run_rank`` ends the process instead.
     if not (failed and torch.cuda.is_available() and variable("WORLD_SIZE", 1) > 1):
         engine.close()
-    # else: NCCL's groups would wait for ranks that wait for this one; the process ends without (``run_rank``)
 
 
 def _is_root() -> bool:

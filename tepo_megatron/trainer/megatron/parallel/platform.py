@@ -232,7 +232,7 @@ def split_world(config: ParallelConfig, *, gloo: bool = True, timeout: timedelta
 
 
 def destroy() -> None:
-    """Waits for no rank: after a failure others may be gone."""
+    """On CPUs it waits for no rank, but NCCL does."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
