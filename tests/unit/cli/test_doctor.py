@@ -400,7 +400,7 @@ case $node in
     touch "$node.here"
     while [ ! -e left.here ] || [ ! -e right.here ]; do sleep 0.02; done
     "$@" ;;
-  hung) sleep 60 >alive; true ;;
+  hung) sleep 100000 >alive; true ;;
   mute) exit 7 ;;
   poor) echo 1763631062.%N ;;
   *) echo "debug1: connecting" >&2; echo "ssh: Could not resolve hostname $node: Name or service not known" >&2; exit 255 ;;

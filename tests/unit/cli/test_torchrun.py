@@ -176,9 +176,8 @@ sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m",
 RESTARTS = "max_restarts=2, "
 AGENT_RESTARTS = AGENT.replace('"-m", "made', '"--max-restarts", "2", "-m", "made')
 NODE = """
-import os, sys, time
+import os, sys, time, torch
 from pathlib import Path
-import torch
 from tepo_megatron.runtime import restarts, torchrun
 
 restarts.POLL_INTERVAL_S, restarts.SILENT_S, restarts.GATHER_S, torchrun._MEET_S = 0.1, 3.0, 10.0, float(sys.argv.pop())
