@@ -176,15 +176,14 @@ sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m",
 RESTARTS = "max_restarts=2, "
 AGENT_RESTARTS = AGENT.replace('"-m", "made', '"--max-restarts", "2", "-m", "made')
 NODE = """
-import os, sys, time, torch
-from pathlib import Path
+import os, pathlib, sys, time, torch
 from tepo_megatron.runtime import restarts, torchrun
 
 restarts.POLL_INTERVAL_S, restarts.SILENT_S, restarts.GATHER_S, torchrun._MEET_S = 0.1, 3.0, 10.0, float(sys.argv.pop())
 node, port = sys.argv.pop(), sys.argv.pop()
 os.environ["NODE"] = node
-Path(sys.argv[2], f"imported{node}").touch()
-while len(list(Path(sys.argv[2]).glob("imported*"))) < 2:  # time runs from here on
+pathlib.Path(sys.argv[2], f"imported{node}").touch()
+while len(list(pathlib.Path(sys.argv[2]).glob("imported*"))) < 2:  # time runs from here on
     time.sleep(0.01)
 options = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
 sys.exit(torchrun.run_node(["--spares", "1", *options, "--max-restarts", "2", "-m", "made_up_rank", *sys.argv[1:]]))

@@ -142,11 +142,12 @@ def test_what_holds_of_every_divergence(
 @BY_KIND
 @BY_BACKEND
 def test_the_other_scores_keep_their_bits_and_each_may_be_used_alone(divergence: Divergence, backend: Any) -> None:
-    logits, labels = 3 * torch.randn(9, 1500), torch.arange(9)
-    teacher = teacher_of(logits, labels, divergence)
-    plain, scores = (logprob_and_entropy(logits, labels, teacher=held, backend=backend) for held in (None, teacher))
-    assert torch.equal(plain.logprob, scores.logprob)
-    assert torch.equal(plain.entropy, scores.entropy)
+    for dtype in 10 * [torch.bfloat16, torch.float32]:
+        logits, labels = (3 * torch.randn(9, 1500)).to(dtype), torch.arange(9)
+        teacher = teacher_of(logits, labels, divergence)
+        plain, scores = (logprob_and_entropy(logits, labels, teacher=held, backend=backend) for held in (None, teacher))
+        assert torch.equal(plain.logprob, scores.logprob)
+        assert torch.equal(plain.entropy, scores.entropy)
     assert (plain.divergence, plain.teacher_logprob, plain.agreement) == (None, None, None)
     leaf, dense = logits.clone().requires_grad_(), logits.double().requires_grad_()
     alone = logprob_and_entropy(leaf, labels, teacher=teacher, backend=backend)
