@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_760,
-    "tests, lines": 44_281,
-    "docs and docstrings, words": 109_944,
+    "package, lines": 52_762,
+    "tests, lines": 44_304,
+    "docs and docstrings, words": 109_960,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -136,6 +137,15 @@ def top_k_cases(draw, *, small=False):
     teacher = top_k_of(TeacherLogits(other, divergence), k, temperature, vocab)
     options = {"temperature": temperature, "vocab_size": vocab, "mask_T": mask, "teacher": teacher}
     return logits, labels, options, torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+
+
+def least_probabilities(impossible: str) -> tuple[Any, ...]:
+    """A ``jsd`` where one model has the least positive fp32 numbers, which β rounds to 0, and the other one has 0."""
+    possible, other = torch.linspace(-102, -105, 64).repeat(2, 1), torch.full((2, 64), -torch.inf)
+    possible[:, 0] = other[:, 0] = 0.0
+    logits, teacher = (other, possible) if impossible == "student" else (possible, other)
+    options = {"teacher": TeacherLogits(teacher, Divergence("jsd"))}
+    return logits, torch.zeros(2, dtype=torch.int64), options, torch.ones(2, 2)
 
 
 @st.composite

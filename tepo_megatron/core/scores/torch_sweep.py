@@ -81,7 +81,8 @@ def mixture(logits_TV: Tensor, teacher_TV: Tensor, scoring: Scoring, scores: Row
         logp_cV = _logprob(x_cV, rows.max_R, rows.log_sum_R, scoring.temperature)
         logq_cV = _logprob(teacher_TV[where], rows.teacher_max_R, rows.teacher_log_sum_R, scoring.temperature)
         p_cV, q_cV = logp_cV.exp(), logq_cV.exp()
-        logm_cV = _log_mixture(p_cV, q_cV, scoring)
+        assert scoring.divergence is not None
+        logm_cV = _mixture(1 - scoring.divergence.beta, p_cV, scoring.divergence.beta, q_cV).log()
         sums_R2[index, 0] = _total(p_cV, logp_cV - logm_cV)
         sums_R2[index, 1] = _total(q_cV, logq_cV - logm_cV)
 
@@ -92,9 +93,9 @@ def _logprob(x_cV: Tensor, max_c: Tensor | None, log_sum_c: Tensor | None, tempe
     return (x_cV - max_c.unsqueeze(1)) / temperature - log_sum_c.unsqueeze(1)
 
 
-def _log_mixture(p_cV: Tensor, q_cV: Tensor, scoring: Scoring) -> Tensor:
-    assert scoring.divergence is not None
-    return ((1 - scoring.divergence.beta) * p_cV + scoring.divergence.beta * q_cV).log()
+def _mixture(weight: Tensor | float, p_cV: Tensor, other: Tensor | float, q_cV: Tensor) -> Tensor:
+    """Weights round the least positive numbers to 0, and p · log 0 would be infinite."""
+    return (weight * p_cV + other * q_cV).clamp(min=torch.finfo(p_cV.dtype).tiny)
 
 
 def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def _further(e_cV: Tensor, y_cV: Tensor, scoring: Scoring, terms_6c: Tensor) -> 
     if scoring.divergence.kind == "forward_kl":
         return factor_c1 * s_cV.exp2()
     if scoring.divergence.kind == "jsd":
-        s_cV = (of_student_c1 * e_cV + of_teacher_c1 * s_cV.exp2()).log2()
+        s_cV = _mixture(of_student_c1, e_cV, of_teacher_c1, s_cV.exp2()).log2()
     return torch.where(e_cV > 0, factor_c1 * e_cV * s_cV, 0.0)
 
 

@@ -16,6 +16,7 @@ from tepo_megatron.core.scores.shard import EMPTY_MAX
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2.0))
 _EMPTY = tl.constexpr(EMPTY_MAX)
+_TINY = tl.constexpr(2.0**-126)  # of a mixture, whose weights round the least positive numbers to 0
 _FAR_BELOW = tl.constexpr(-1e4)
 _NO_COLUMN = tl.constexpr(2**30)
 KINDS = {"forward_kl": 1, "reverse_kl": 2, "jsd": 3}  # KIND; 0: no teacher
@@ -242,7 +243,7 @@ def mixture_kernel(
         log_p = _probability(source, places, column_stride, places < stop, highest, log_sum, to_log2)
         log_q = _probability(other, places, teacher_column_stride, places < stop, teacher_highest, teacher_log_sum, to_log2)
         p, q = tl.exp2(log_p), tl.exp2(log_q)
-        log_m = tl.log2((1 - beta) * p + beta * q)
+        log_m = tl.log2(tl.maximum((1 - beta) * p + beta * q, _TINY))
         student += _sum(tl.where(p > 0, p * (log_p - log_m), 0.0))
         others += _sum(tl.where(q > 0, q * (log_q - log_m), 0.0))
     target = parts + 2 * (part * tl.num_programs(0) + r)
@@ -300,7 +301,7 @@ def _further_tile(
         return factor * tl.exp2(s)
     e = tl.exp2((x - highest) * to_log2)
     if KIND == 3:
-        s = tl.log2(of_student * e + of_teacher * tl.exp2(s))
+        s = tl.log2(tl.maximum(of_student * e + of_teacher * tl.exp2(s), _TINY))
     return tl.where(e > 0, factor * e * s, 0.0)
 
 
