@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_762,
-    "tests, lines": 44_304,
+    "tests, lines": 44_308,
     "docs and docstrings, words": 109_960,
     "public classes and functions": 881,
     "modules": 273,

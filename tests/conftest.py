@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all tests are collected: imports make a million objects
+
 # Two shared cores: how long an example takes, or its making, says nothing. The same examples every time, so that a failure of
 # CI is one of the change; --hypothesis-profile=default looks for new ones.
 settings.register_profile("shared_machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -41,13 +43,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Called where there are several workers (-n)."""
     from tests.support.schedule import Schedule
 
+    gc.enable()  # this process collects no tests
     config.option.loadscopereorder = False  # xdist's own order: files with the most tests first
     return Schedule(config, log)
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # a collection walks a million objects of libraries and of collected tests, which all stay
+    gc.freeze()  # libraries and collected tests, which all stay
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
