@@ -296,7 +296,7 @@ def _check_ranks(objective: Objective, step: Step, _: int) -> None:
 
 def _check_context_parallel(objective: Objective, step: Step, _: int) -> None:
     batch, scores = step.with_advantages(objective)
-    parts = []
+    whole, parts = step.whole(objective), []
     for rank in range(2):
         local_T = torch.arange(batch.num_tokens) % 2 == rank
         local = Step(batch, _changed(scores, lambda values_T: torch.where(local_T, values_T, values_T.detach())))  # noqa: B023
@@ -304,19 +304,19 @@ def _check_context_parallel(objective: Objective, step: Step, _: int) -> None:
     gradients = tuple(torch.stack(pair).sum(0) for pair in zip(*(part.gradients for part in parts), strict=True))
     for part in parts:
         outcome = part._replace(gradients=gradients)
-        _compare(step.whole(objective), outcome, step, "on one rank", "on two ranks of context parallelism")
+        _compare(whole, outcome, step, "on one rank", "on two ranks of context parallelism")
 
 
 def _check_padding(objective: Objective, step: Step, number: int) -> None:
     ready, tokens = step.with_advantages(objective), 1 + number % 5
-    context = objective.prepare(ready.batch)
+    context, whole = objective.prepare(ready.batch), step.whole(objective)
     advice = ": a sequence without a response token must not count; values.mask_T says which tokens do, and its length is 0"
     for fill in (0.0, torch.nan, -torch.inf):
         padded = _pad(ready, tokens, fill)
         for used, where in ((context, "in the micro-batch"), (objective.prepare(padded.batch), "in the step")):
             outcome = step.summary([padded.output(objective, used)])
             there = f"with a sequence of padding {where} (scores {fill})"
-            _compare(step.whole(objective), outcome, step, "without padding", there, advice)
+            _compare(whole, outcome, step, "without padding", there, advice)
         added = padded.pick([step.batch.num_sequences]).output(objective, context).numerator.item()
         if added != 0:
             raise _ObjectiveError(f"a micro-batch of padding only adds {added:.6g} to the loss, and must add 0")
