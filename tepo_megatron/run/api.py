@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import os
 import re
@@ -304,11 +305,26 @@ def _check_restarts(config: RunConfig) -> None:
 def train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> int:
 
     def work(config: RunConfig) -> None:
-        from tepo_megatron.run.training import train_model
+        with _uncollected():
+            from tepo_megatron.run.training import train_model
 
         train_model(config, extensions)
 
     return run_rank(config, work)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """For imports: a million objects that stay, walked a dozen times."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:

@@ -1,5 +1,6 @@
 """What a rank imports: the server imports it that forks replayed runs."""
 
+import gc
 import importlib
 import warnings
 
@@ -10,3 +11,5 @@ with warnings.catch_warnings():
         *("torch._dynamo", "torch.onnx"),  # at the first optimizer step
     ):
         importlib.import_module(_name)
+gc.collect()
+gc.freeze()
