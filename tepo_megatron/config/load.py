@@ -229,12 +229,8 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> dict[str,
     return parsed
 
 
-def settings_of_file(settings: Sequence[str], file: Path) -> tuple[str, ...]:
-    """Overrides ``a.b=value`` that stand in a file: their paths become those of a command line."""
-    return tuple(_of_file(setting, file) for setting in settings)
-
-
-def _of_file(setting: str, file: Path) -> str:
+def setting_of_file(setting: str, file: Path) -> str:
+    """An override ``a.b=value`` that stands in a file: its path becomes that of a command line."""
     problems: list[str] = []
     content = _parse_overrides([setting], problems)
     changed: Any = deepcopy(content)

@@ -15,11 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Valida
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section, read_yaml
-from tepo_megatron.config.load import ConfigError, load_run, settings_of_file
+from tepo_megatron.config.load import ConfigError, load_run, setting_of_file
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
@@ -141,7 +140,10 @@ def read_sweep(path: Path) -> SweepFile:
             message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
             lines.append(f"  {'.'.join(map(str, item['loc'])) or 'sweep'}: {message}")
         raise ValueError("\n".join(lines)) from error
-    settings = partial(settings_of_file, file=path)
+
+    def settings(choice: Iterable[str]) -> tuple[str, ...]:
+        return tuple(setting_of_file(setting, path) for setting in choice)
+
     output = {"output": path.parent / sweep.output} if "output" in document else {}
     axes = {axis: {name: settings(choice) for name, choice in choices.items()} for axis, choices in sweep.axes.items()}
     return sweep.model_copy(
