@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_779,
-    "tests, lines": 44_308,
-    "docs and docstrings, words": 109_972,
+    "package, lines": 52_795,
+    "tests, lines": 44_363,
+    "docs and docstrings, words": 110_001,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -216,6 +216,11 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
         yield f"optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with {_COLOCATED}: FP8 {_STAY_ON_GPU}; use bfloat16"
     if engine.overlap_param_gather and not optimizer.distributed:
         yield "engine.overlap_param_gather = true gathers weights, and only optimizer.distributed = true shares them; set it"
+    if engine.overlap_param_gather and engine.fp8.params and engine.fp8.recipe == "mxfp8":
+        yield (
+            "engine.overlap_param_gather = true with engine.fp8.params = true and recipe = mxfp8: Megatron-Core gathers these "
+            "weights in the gradients' memory, which the next update clears first; set it to false"
+        )
 
 
 def _objective_faults(run: RunConfig) -> Iterator[str]:

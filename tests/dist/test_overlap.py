@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.engines import bits_of, make_engine
+from tests.support.engines import bits_of, make_engine, save_checkpoint
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
 
@@ -21,6 +21,7 @@ REDUCE = {"overlap_grad_reduce": True, "bucket_size": BUCKET}
 BOTH = {**REDUCE, "overlap_param_gather": True}
 EXPERTS: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 TP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+POLICY = "tepo_megatron.trainer.megatron.policy"
 Variant = dict[str, Any]
 """The section ``engine``. With the key ``experts`` the model is a mixture of experts; with ``asks`` stages exchange shapes."""
 
@@ -123,8 +124,15 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     ("world", "engines"),
     [
-        (2, [{"parallel": {"dp": 2}, "head": "fused"}, {"parallel": {"dp": 2, "ep": 2}, "experts": True}]),
-        (4, [{"parallel": {"dp": 2, **TP}}, {"parallel": {"dp": 2, "pp": 2, "vpp": 2}}]),
+        (2, [{"parallel": {"dp": 2}, "head": "fused"}]),
+        (
+            4,
+            [
+                {"parallel": {"dp": 2, **TP}},
+                {"parallel": {"dp": 2, "pp": 2, "vpp": 2}},
+                {"parallel": {"dp": 4, "ep": 2}, "experts": True},
+            ],
+        ),
     ],
     ids=["2 ranks", "4 ranks"],
 )
@@ -165,3 +173,48 @@ def test_stages_know_the_lengths_of_micro_batches_and_exchange_no_shapes(tmp_pat
     for ours, asking in zip(found[::2], found[1::2], strict=True):
         assert_equal(ours, asking)
         assert all(known["waits"] == 0 < asked["waits"] for known, asked in zip(ours, asking, strict=True))
+
+
+def trained_and_restored(_rank: int, _world: int, folder: Path, overlaps: bool, apart: bool) -> dict[str, Any]:
+    """``apart``: as for MXFP8 weights, the gather's memory is not that of the parameters.
+
+    ``copied``: the parameters whose FP8 copies Megatron makes after a restore, if it takes all of them for FP8 tensors.
+    """
+    from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+    from megatron.core.optimizer import distrib_optimizer
+
+    config = {
+        "model": {"path": str(folder / "dense"), "dtype": "bfloat16"},
+        "engine": {"parallel": {"dp": 2}, "micro_batch_tokens": 20, "noise_every": 0, **(BOTH if overlaps else {})},
+        "objective": {"preset": "grpo"},
+        "optimizer": {"lr": 1e-2, "distributed": True},
+    }
+    reuse = {"reuse_grad_buf_for_mxfp8_param_ag": apart}
+    with (
+        mock.patch(f"{POLICY}.fp8.gather_options", return_value={"fp8_param_gather": apart, **reuse}),
+        mock.patch(f"{POLICY}.optimizer_options", return_value={"fp8_recipe": "mxfp8" if apart else None, **reuse}),
+    ):
+        engine = make_engine(config)
+    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
+    engine.update(batch)
+    saved, before = save_checkpoint(engine, folder / "checkpoints", step=1, state={}), bits_of(engine.weights.params)
+    engine.update(batch)
+    assert bits_of(engine.weights.params) != before
+    copied: list[Any] = []
+    for module in (distributed_data_parallel, param_and_grad_buffer):
+        module.is_float8tensor = lambda param: not apart
+        module.post_all_gather_processing = copied.extend
+    distrib_optimizer.is_float8tensor = lambda param: apart
+    distrib_optimizer.quantize_param_shard = lambda *_: None
+    engine.checkpoints.load(saved)
+    names = {id(param): name for name, param in engine.policy.params.items()}
+    made = sorted(names[id(param)] for param in copied)
+    return {"before": before, "restored": bits_of(engine.weights.params), "copied": made, "all": sorted(names.values())}
+
+
+@pytest.mark.parametrize(("overlaps", "apart"), [(False, False), (True, False), (False, True)])
+def test_a_restore_makes_the_copies_that_fp8_weights_need(overlaps: bool, apart: bool, tmp_path: Path) -> None:
+    write_llama(tmp_path / "dense", scale=0.1, num_hidden_layers=2)
+    for rank in run_dist(2, trained_and_restored, tmp_path, overlaps, apart):
+        assert rank["restored"] == rank["before"]
+        assert rank["copied"] == ([] if apart else rank["all"])

@@ -14,6 +14,7 @@ from tests.support.reshard_models import MOE, small_spec
 BIAS, AUX = "engine.moe_balance.kind=expert_bias", "engine.moe_balance.kind=aux_loss"
 DOCKER, LOCAL, IMAGE = "cluster.executor=docker", "cluster.executor=local", "cluster.container=a"
 REDUCE = "engine.overlap_grad_reduce=true"
+MXFP8 = ["engine.fp8.recipe=mxfp8", "engine.fp8.params=true", "optimizer.distributed=true", "model.dtype=bfloat16"]
 DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"]
 
 
@@ -116,6 +117,7 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ([*DP2, "engine.bucket_size=1000"], "bucket_size = 1000 does nothing with overlap_grad_reduce = false; set"),
         ([*DP2, "engine.overlap_param_gather=true"], "gather = true does nothing with overlap_grad_reduce = false"),
         ([*DP2, REDUCE, "engine.overlap_param_gather=true"], "only optimizer.distributed = true"),
+        ([*DP2, REDUCE, "engine.overlap_param_gather=true", *MXFP8], "the gradients' memory, which the next update clears"),
         ("engine.recompute_modules=[mlp]", "recompute_modules = ['mlp'] does nothing with recompute = none"),
         (["engine.recompute=full", "engine.recompute_modules=[mlp]"], "does nothing with recompute = full"),
         (["engine.recompute=selective", "engine.recompute_modules=[]"], "computes nothing again; set recompute = none"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,14 +47,25 @@ class Policy:
 
     def finish_gather(self) -> None:
         """Every rank calls before anything but a forward pass reads parameters."""
-        if not self.gather_pending:
-            return
-        for chunk in self.ddp:
-            # The last bucket has the first layers, and finishing one starts the next. Megatron's start_param_sync(force_sync)
-            # would not make the copies that FP8 weights need.
-            for group in reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups]):
-                group.finish_param_sync()
+        for group in self._bucket_groups() if self.gather_pending else ():
+            group.finish_param_sync()
         self.gather_pending = False
+
+    def spread(self, states: OptimizerStates) -> None:
+        """Copies restored masters into all ranks' parameters. Every rank calls."""
+        states.copy_masters()
+        if self.overlaps_gather:  # Megatron's start_param_sync(force_sync) would not make the copies that FP8 weights need
+            for group in self._bucket_groups():
+                group.param_gather_dispatched = False
+            self.gather_pending = True
+            self.finish_gather()
+        elif states.distributed:
+            for chunk in self.ddp:
+                chunk.start_param_sync(force_sync=True)
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        for chunk in self.ddp:  # the last bucket has the first layers, and finishing one starts the next
+            yield from reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups])
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:

@@ -299,5 +299,5 @@ class MegatronCheckpoints:
             for shard in by_param[name]:
                 stored["master"].read(shard.tensor, shard.box, bias)
                 read += bias.nbytes
-        states.spread(policy.ddp)
+        policy.spread(states)
         return read

@@ -6,11 +6,10 @@ another Adam on the host (hybrid).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -47,7 +46,7 @@ class OptimizerStates:
                     yield name, state, _read(adam, main, state)
 
     def restore(self, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-        """Call ``spread`` afterwards. ``values`` are fp32 [local elements]."""
+        """Call `Policy.spread` afterwards. ``values`` are fp32 [local elements]."""
         adam, main, local = self._held(param)
         if local.start != local.stop:
             _write(adam, main, values, updates=updates)
@@ -56,14 +55,15 @@ class OptimizerStates:
                 for group in inner.param_groups:
                     group["step"] = updates
 
-    def spread(self, ddp: Sequence[DistributedDataParallel]) -> None:
-        """Copies masters into all ranks' parameters. Every rank calls."""
+    def copy_masters(self) -> None:
+        """Copies them to where a gather reads: into parameters, or for MXFP8 beside them."""
         for inner in self._inner:
-            if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
+            if isinstance(inner, FP32Optimizer):  # its masters are the parameters
+                continue
+            if inner.config.reuse_grad_buf_for_mxfp8_param_ag:
+                inner._copy_main_params_to_param_buffer()
+            else:
                 inner._copy_main_params_to_model_params()
-        if self.distributed:
-            for chunk in ddp:
-                chunk.start_param_sync(force_sync=True)
 
     def set_master(self, param: torch.nn.Parameter, value: Tensor) -> None:
         _, main, local = self._held(param)
