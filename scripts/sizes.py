@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_795,
-    "tests, lines": 44_363,
+    "package, lines": 52_803,
+    "tests, lines": 44_406,
     "docs and docstrings, words": 110_001,
     "public classes and functions": 881,
     "modules": 273,

@@ -21,6 +21,7 @@ from tests.support.dense_scores import (
     compare,
     compare_fused,
     dense_logprob_and_entropy,
+    impossible_column,
     least_probabilities,
     loss,
     teacher_head,
@@ -58,6 +59,11 @@ def test_divergences_from_a_top_k_match_the_dense_oracle(case: Any, inplace: boo
 @pytest.mark.parametrize("impossible", ["student", "teacher"])
 def test_a_mixture_does_not_underflow(impossible: str) -> None:
     compare(*least_probabilities(impossible), inplace=False, backend="triton", tolerance=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_a_column_without_weight_adds_nothing(kind: str) -> None:
+    compare(*impossible_column(kind), inplace=False, backend="triton", tolerance=2e-5)
 
 
 @BY_KIND

@@ -341,7 +341,7 @@ def divergence_of(logp_RO: Tensor, logq_RO: Tensor, divergence: Divergence) -> t
         pull_RO = weighted(p_RO, logp_RO - logq_RO)
         return pull_RO.sum(1).clamp(min=0), pull_RO
     beta = divergence.beta
-    logm_RO = ((1 - beta) * p_RO + beta * q_RO).log()
+    logm_RO = ((1 - beta) * p_RO + beta * q_RO).clamp(min=torch.finfo(p_RO.dtype).tiny).log()
     pull_RO = (1 - beta) * weighted(p_RO, logp_RO - logm_RO)
     return (pull_RO + beta * weighted(q_RO, logq_RO - logm_RO)).sum(1).clamp(min=0), pull_RO
 
@@ -365,11 +365,13 @@ def merge(stats_pRK: Tensor, temperature: float, divergence: Divergence | None =
     teacher_max_R = teacher_max_pR.amax(0)
     teacher_shift_pR = (teacher_max_pR - teacher_max_R) / temperature
     teacher_scale_pR = teacher_shift_pR.exp()
-    # Of Σ e^s (s − t): the sum of differences of the shifts, not their products, so that a large offset costs no digits.
+    # Of Σ e^s (s − t): the sum of differences of the shifts, not their products, so that a large offset costs no digits. It
+    # is infinite in a shard with a −inf, and adds nothing if no weight is left there.
     if divergence.kind == "forward_kl":
-        cross_pR = teacher_scale_pR * (cross_pR + (teacher_shift_pR - shift_pR) * teacher_sum_pR)
+        cross_pR = cross_pR + (teacher_shift_pR - shift_pR) * teacher_sum_pR
+        cross_pR = torch.where(teacher_scale_pR > 0, teacher_scale_pR * cross_pR, 0.0)
     elif divergence.kind == "reverse_kl":
-        cross_pR = scale_pR * (cross_pR + (shift_pR - teacher_shift_pR) * sum_pR)
+        cross_pR = torch.where(scale_pR > 0, scale_pR * (cross_pR + (shift_pR - teacher_shift_pR) * sum_pR), 0.0)
     merged += [_at_first(first_pR, max_pR), teacher_max_R, (teacher_scale_pR * teacher_sum_pR).sum(0)]
     merged += [_at_first(teacher_first_pR, teacher_max_pR), teacher_label_pR.sum(0), cross_pR.sum(0)]
     return torch.stack(merged, -1)

@@ -142,8 +142,9 @@ void forward(const T* logits, int64_t stride, const int64_t* rows, int64_t count
         if (block > highest) column = column_of(x, start, stop, block);
         if (teacher_block > teacher_highest) teacher_column = column_of(y, start, stop, teacher_block);
         if (block > highest || teacher_block > teacher_highest) {  // as below, with s - t, which becomes s - t + e - d
-          const double factor = std::exp2(e);
-          cross = kKind == kReverse ? std::exp2(d) * (cross + (d - e) * sum) : factor * (cross + (e - d) * teacher_sum);
+          const double factor = std::exp2(e), of_cross = kKind == kReverse ? std::exp2(d) : factor;
+          cross += kKind == kReverse ? (d - e) * sum : (e - d) * teacher_sum;
+          cross = of_cross > 0 ? of_cross * cross : 0;  // it may be infinite
           teacher_sum *= factor;
           teacher_highest = teacher_block;
         }

@@ -64,6 +64,11 @@ def _sum(tile: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _scaled(scale: tl.tensor, cross: tl.tensor) -> tl.tensor:
+    return tl.where(scale > 0, scale * cross, 0.0)  # it may be infinite
+
+
+@triton.jit
 def _first_column(x: tl.tensor, places: tl.tensor, highest: tl.tensor) -> tl.tensor:
     return tl.min(tl.min(tl.where(x == highest[None, :, None], places, _NO_COLUMN), 2), 0)
 
@@ -88,10 +93,10 @@ def _add_teacher(
     scale = tl.exp2(shift)
     # A column without a probability adds nothing, whatever the other's logarithm is.
     if KIND == 1:
-        cross = scale * (cross + (shift - own_shift) * total) + _sum(tl.where(f > 0, f * (s - t), 0.0))
+        cross = _scaled(scale, cross + (shift - own_shift) * total) + _sum(tl.where(f > 0, f * (s - t), 0.0))
     if KIND == 2:
         e = tl.exp2(t)
-        cross = tl.exp2(own_shift) * (cross + (own_shift - shift) * before[1]) + _sum(tl.where(e > 0, e * (t - s), 0.0))
+        cross = _scaled(tl.exp2(own_shift), cross + (own_shift - shift) * before[1]) + _sum(tl.where(e > 0, e * (t - s), 0.0))
     total = scale * total + _sum(f)
     column = tl.where(after[0] > before[0], _first_column(x, places, after[0]), column)
     teacher_column = tl.where(higher > highest, _first_column(y, places, higher), teacher_column)
@@ -106,9 +111,9 @@ def _store_teacher(
     own_top, top = tl.max(student[0], 0), tl.max(highest, 0)
     own_shift, shift = (student[0] - own_top) * to_log2, (highest - top) * to_log2
     if KIND == 2:
-        cross = tl.exp2(own_shift) * (cross + (own_shift - shift) * student[1])
+        cross = _scaled(tl.exp2(own_shift), cross + (own_shift - shift) * student[1])
     else:
-        cross = tl.exp2(shift) * (cross + (shift - own_shift) * total)
+        cross = _scaled(tl.exp2(shift), cross + (shift - own_shift) * total)
     tl.store(target, tl.min(tl.where(student[0] == own_top, column, _NO_COLUMN), 0).to(tl.float32))
     tl.store(target + 1, top)
     tl.store(target + 2, tl.sum(tl.exp2(shift) * total, 0))

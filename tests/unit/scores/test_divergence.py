@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores.shard import combine, plan_scoring
+from tepo_megatron.core.scores.torch_sweep import IN_TORCH
 from tepo_megatron.core.types import Checks, Divergence, TeacherHead, TeacherLogits
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.tools.bench.step_rank import peak_bytes
@@ -24,6 +26,7 @@ from tests.support.dense_scores import (
     compare_fused,
     dense_divergence,
     dense_logprob_and_entropy,
+    impossible_column,
     least_probabilities,
     loss,
     teacher_head,
@@ -49,6 +52,31 @@ def test_matches_the_dense_oracle(divergence: Divergence, backend: str, case: An
 @pytest.mark.parametrize("impossible", ["student", "teacher"])
 def test_a_mixture_does_not_underflow(backend: str, impossible: str) -> None:
     compare(*least_probabilities(impossible), inplace=False, backend=backend, tolerance=2e-5)
+
+
+@BY_BACKEND
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_a_column_without_weight_adds_nothing(backend: str, kind: str) -> None:
+    logits, labels, options, weights = impossible_column(kind)
+    compare(logits, labels, options, weights, inplace=False, backend=backend, tolerance=2e-5)
+    held, temperature = options["teacher"], options["temperature"]
+    scoring = plan_scoring(
+        *(labels % 1500,),
+        **{"tokens": 1, "width": 1500, "tp_group": None, "temperature": temperature, "vocab_size": None, "mask_T": None},
+        entropy_slope=False,
+        divergence=held.divergence,
+    )
+    shards_pRK = torch.empty(2, 1, scoring.statistics)
+    for shard, teacher, stats_RK in zip(logits.split(1500, 1), held.logits_TVp.split(1500, 1), shards_pRK, strict=True):
+        IN_TORCH.statistics(shard, scoring, stats_RK, teacher)
+    divergence = combine(shards_pRK, scoring)[1].divergence_R
+    assert divergence is not None
+    torch.testing.assert_close(
+        divergence.double(),
+        dense_divergence(logits / temperature, held.logits_TVp / temperature, held.divergence),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @BY_KIND
