@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_803,
-    "tests, lines": 44_406,
+    "package, lines": 52_815,
+    "tests, lines": 44_432,
     "docs and docstrings, words": 110_001,
     "public classes and functions": 881,
     "modules": 273,

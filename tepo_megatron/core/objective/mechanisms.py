@@ -23,7 +23,7 @@ from tepo_megatron.config.objective.terms import (
     Rejection,
     SecondMomentMask,
 )
-from tepo_megatron.core.objective.ratio import over_sequence
+from tepo_megatron.core.objective.ratio import LARGEST, over_sequence
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 
 
@@ -43,7 +43,7 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
     if estimator == "k2":
         return difference_T**2 / 2
     if estimator == "k3":  # expm1: at a small d, exp(−d) − 1 in fp32 would lose most of its digits
-        return torch.expm1(-difference_T) + difference_T
+        return torch.expm1(-difference_T.clamp(min=-LARGEST)) + difference_T
     return difference_T.abs()
 
 
@@ -53,7 +53,9 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     difference_T = by_name[term.against]
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
-    return term.coefficient * (value_T * values.delta_T.exp() if term.weight == "importance" else value_T)
+    return term.coefficient * (
+        value_T * values.delta_T.clamp(-LARGEST, LARGEST).exp() if term.weight == "importance" else value_T
+    )
 
 
 def _kl(term: KL, _: StepValues) -> _Mechanism:
@@ -78,8 +80,18 @@ _SAMPLED: Mapping[str, Any] = {"against": "teacher", "estimator": "k3", "weight"
 
 
 def _kl_cov(term: KLCov, step: StepValues) -> _Mechanism:
-    threshold = step.covariance_R.topk(_token_count(term.fraction, step.covariance_R)).values[-1]
-    return _Mechanism(lambda values: (values.covariance_T >= threshold) & (values.covariance_T > 0), partial(_kl_penalty, term))
+    highest_R = step.covariance_R.topk(_token_count(term.fraction, step.covariance_R)).values
+    threshold = highest_R[-1]
+    # Log-probs of 0 tie in thousands. Of those that tie, as many are drawn as the fraction has.
+    tickets_R = _tickets(step.old_logprob_R, step.advantage_R, step.labels_R)[step.covariance_R == threshold]
+    last = int(tickets_R.sort().values[int((highest_R == threshold).sum()) - 1])
+
+    def choose(values: TokenValues) -> Tensor:
+        tickets_T = _tickets(values.old_logprob_T, values.advantage_T, values.labels_T)
+        drawn_T = (values.covariance_T == threshold) & (tickets_T <= last)
+        return ((values.covariance_T > threshold) | drawn_T) & (values.covariance_T > 0)
+
+    return _Mechanism(choose, partial(_kl_penalty, term))
 
 
 def _kl_mask(term: KLMask, step: StepValues) -> _Mechanism:

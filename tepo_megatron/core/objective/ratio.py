@@ -10,6 +10,9 @@ from tepo_megatron.config.objective.custom import OwnMismatch, OwnRatio
 from tepo_megatron.config.objective.terms import Level, Mismatch
 from tepo_megatron.core.objective.values import TokenValues, check_custom
 
+# Bounds logarithms of ratios: exp, and sums over a million tokens, stay finite in fp32, and no gradient is 0 · ∞.
+LARGEST = 60.0
+
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
     # A GPU adds in any order: in fp32 the ranks of a tensor-parallel group could differ by a bit, and so about what is clipped.
@@ -74,7 +77,7 @@ def _log_power_mean(p: float, delta_T: Tensor, values: TokenValues) -> Tensor:
         return mean_T
     # differences outside the mask are made 0 beforehand, so that they add nothing: expm1(0) = 0
     apart_T = torch.where(values.mask_T, (delta_T - mean_T).double(), 0.0)
-    excess_T = over_sequence(torch.expm1(p * apart_T), "geometric", values)
+    excess_T = over_sequence(torch.expm1((p * apart_T).clamp(max=700)), "geometric", values)  # 709 overflows fp64
     return mean_T + (torch.log1p(excess_T) / p).to(delta_T.dtype)
 
 

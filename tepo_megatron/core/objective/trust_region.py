@@ -11,7 +11,7 @@ from torch import Tensor
 from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip, TrustRegion
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
+from tepo_megatron.core.objective.ratio import LARGEST, length_factor, policy_log_ratio
 from tepo_megatron.core.objective.values import TokenValues, check_custom
 from tepo_megatron.core.types import bound_for_share
 
@@ -53,9 +53,6 @@ class _Bounded(NamedTuple):
     high_T: Tensor
 
 
-_LARGEST = 80.0  # exp of more overflows fp32, and what is clipped of it would have a gradient of 0 · ∞
-
-
 def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
     region, advantage_T = config.trust_region, values.advantage_T
     delta_T = values.delta_T
@@ -74,7 +71,7 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
         most_T = region.width * values.lengths_S[values.index_T].sqrt()
         low_T, high_T = log_T < -most_T, log_T > most_T
         log_T = log_T.clamp(-most_T, most_T)
-    return log_T.clamp(max=_LARGEST).exp(), _Bounded(log_T, low_T, high_T)
+    return log_T.clamp(max=LARGEST).exp(), _Bounded(log_T, low_T, high_T)
 
 
 def surrogate(

@@ -349,7 +349,7 @@ ROWS = [[True] * 6, [False, False], [True, False, True], [True], [True] * 3, [Tr
 def test_loss_and_gradient_are_finite(preset, data):
     batch, scores = make_batch(ROWS, seed=data.draw(st.integers(0, 9)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    signs = torch.tensor(data.draw(st.lists(st.sampled_from([-20.0, 0.0, 20.0]), min_size=16, max_size=16)))
+    signs = torch.tensor(data.draw(st.lists(st.sampled_from([-120.0, -20.0, 0.0, 20.0, 120.0]), min_size=16, max_size=16)))
     old = (10 * batch.old_logprobs_T).to(dtype)
     batch = batch.with_(
         old_logprobs_T=old,

@@ -142,6 +142,20 @@ def test_tepo_without_its_mask_is_luspo_with_another_denominator(rows, seed, spr
     torch.testing.assert_close(tepo[1][0] * batch.loss_mask_T.sum(), luspo[1][0] * sequences, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["prefix", "sequence", "sequence_token"])
+def test_the_product_of_many_ratios_leaves_the_loss_finite(kind):
+    """In fp32, with the gradient of the other response as in fp64."""
+    lengths, gradients = [9000, 3], []
+    for dtype in (torch.float32, torch.float64):
+        old = torch.full((sum(lengths),), -2.0, dtype=dtype)
+        logprob = (old + torch.tensor([0.02, 0.01]).repeat_interleave(torch.tensor(lengths))).to(dtype).requires_grad_()
+        config = {"preset": "dapo", "ratio": {"kind": kind, "length_normalized": False}}
+        loss = sum(output.numerator for output in outputs_of(config, *plain_step(lengths, [-1.0, 1.0], logprob, old)))
+        assert loss.isfinite()
+        gradients.append(torch.autograd.grad(loss, logprob)[0][-3:].double())
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
 def test_a_band_for_sums_is_refused_for_means():
     for ratio in ({"kind": "token"}, {"kind": "sequence"}, {"kind": "power_mean", "p": 1.0}):
         with pytest.raises(ValueError, match=r"'length_clip' with objective.ratio.kind.*length_normalized = false"):
