@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_815,
-    "tests, lines": 44_432,
-    "docs and docstrings, words": 110_001,
+    "package, lines": 52_817,
+    "tests, lines": 44_433,
+    "docs and docstrings, words": 109_997,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

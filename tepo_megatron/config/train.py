@@ -13,13 +13,13 @@ class RollbackConfig(Section):
     """Returns to a checkpoint if a metric explodes."""
 
     metric: str
-    """Names a key of the step's row, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
+    """Names a key of the step's row, such as ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
 
     above: float | None = None
     """Largest value allowed."""
 
     factor: Annotated[float, Field(gt=1)] | None = None
-    """Largest value, as a multiple of the median of the last 20 steps, from the sixth step on."""
+    """Largest value, as a multiple of the median of the last 20 steps, if positive, from the sixth step on."""
 
     max_times: PositiveInt = 3
     """Most rollbacks; one more stops the run."""

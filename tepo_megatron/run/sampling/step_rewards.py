@@ -166,7 +166,7 @@ def _filter(name: str, config: FilterGroupsConfig) -> _Filter:
     if name == "reward_range":
         assert config.reward_range is not None
         low, high = config.reward_range
-        return lambda group: low <= sum(rollout.reward or 0.0 for rollout in group) / len(group) <= high
+        return lambda group: low <= fmean(rollout.reward or 0.0 for rollout in group) <= high
     what = f"rollout.filter_groups.filters: {name}"
     function = load_user_code(name, what)
     if not callable(function):

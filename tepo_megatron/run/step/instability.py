@@ -104,7 +104,9 @@ class Rollback:
         bound, text = config.above, f"train.rollback.above = {config.above or 0:g}"
         if config.factor is not None:
             usual = median(self._seen) if len(self._seen) >= self.LEAST else math.inf
-            bound = config.factor * usual
+            if value == math.inf:
+                return f"{config.metric} is infinite (train.rollback.factor)"
+            bound = config.factor * usual if usual > 0 else math.inf
             text = f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
         if bound is not None and value > bound:
             return f"{config.metric} is {value:.4g}, above {text}"
