@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_817,
-    "tests, lines": 44_433,
+    "tests, lines": 44_431,
     "docs and docstrings, words": 109_997,
     "public classes and functions": 881,
     "modules": 273,

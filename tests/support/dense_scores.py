@@ -99,7 +99,7 @@ def _from_logprobs(logp_TV, logq_TV, divergence):
 
 
 def _kl(first_TV, second_TV):
-    impossible_TV = first_TV.exp() == 0
+    impossible_TV = first_TV.exp() < 2**-149  # no weight in fp32
     first_TV, second_TV = (values_TV.masked_fill(impossible_TV, 0.0) for values_TV in (first_TV, second_TV))
     return (first_TV.exp() * (first_TV - second_TV)).masked_fill(impossible_TV, 0.0).sum(-1)
 
@@ -148,12 +148,12 @@ def least_probabilities(impossible: str) -> tuple[Any, ...]:
     return logits, torch.zeros(2, dtype=torch.int64), options, torch.ones(2, 2)
 
 
-def impossible_column(kind: Any) -> tuple[Any, ...]:
+def impossible_column(kind: Any, temperature: float = 0.01) -> tuple[Any, ...]:
     """A logit of −inf before the columns with all of the other model's probability, so that it comes to have no weight."""
     impossible, other = torch.zeros(1, 3000), torch.full((1, 3000), -10.0)
     impossible[0, 5], other[0, 2000:] = -torch.inf, 0.0
     logits, teacher = (impossible, other) if kind == "forward_kl" else (other, impossible)
-    options = {"teacher": TeacherLogits(teacher, Divergence(kind)), "temperature": 0.01}
+    options = {"teacher": TeacherLogits(teacher, Divergence(kind)), "temperature": temperature}
     return logits, torch.tensor([2500]), options, torch.ones(2, 1)
 
 

@@ -144,7 +144,7 @@ void forward(const T* logits, int64_t stride, const int64_t* rows, int64_t count
         if (block > highest || teacher_block > teacher_highest) {  // as below, with s - t, which becomes s - t + e - d
           const double factor = std::exp2(e), of_cross = kKind == kReverse ? std::exp2(d) : factor;
           cross += kKind == kReverse ? (d - e) * sum : (e - d) * teacher_sum;
-          cross = of_cross > 0 ? of_cross * cross : 0;  // it may be infinite
+          cross = of_cross >= 0x1p-126 ? of_cross * cross : 0;  // it may be infinite; less is no weight within a block either
           teacher_sum *= factor;
           teacher_highest = teacher_block;
         }
