@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_817,
-    "tests, lines": 44_431,
+    "package, lines": 52_821,
+    "tests, lines": 44_442,
     "docs and docstrings, words": 109_997,
     "public classes and functions": 881,
     "modules": 273,

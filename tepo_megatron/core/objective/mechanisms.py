@@ -43,7 +43,8 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
     if estimator == "k2":
         return difference_T**2 / 2
     if estimator == "k3":  # expm1: at a small d, exp(−d) − 1 in fp32 would lose most of its digits
-        return torch.expm1(-difference_T.clamp(min=-LARGEST)) + difference_T
+        difference_T = difference_T.clamp(min=-LARGEST)
+        return torch.expm1(-difference_T) + difference_T
     return difference_T.abs()
 
 
@@ -53,9 +54,12 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     difference_T = by_name[term.against]
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
-    return term.coefficient * (
-        value_T * values.delta_T.clamp(-LARGEST, LARGEST).exp() if term.weight == "importance" else value_T
-    )
+    if term.weight == "importance":
+        ratio_T = values.delta_T.clamp(-LARGEST, LARGEST).exp()
+        if term.estimator == "k3":  # beyond its bound it has no gradient that would cancel the ratio's
+            ratio_T = torch.where(difference_T < -LARGEST, ratio_T.detach(), ratio_T)
+        value_T = value_T * ratio_T
+    return term.coefficient * value_T
 
 
 def _kl(term: KL, _: StepValues) -> _Mechanism:
@@ -82,7 +86,7 @@ _SAMPLED: Mapping[str, Any] = {"against": "teacher", "estimator": "k3", "weight"
 def _kl_cov(term: KLCov, step: StepValues) -> _Mechanism:
     highest_R = step.covariance_R.topk(_token_count(term.fraction, step.covariance_R)).values
     threshold = highest_R[-1]
-    # Log-probs of 0 tie in thousands. Of those that tie, as many are drawn as the fraction has.
+    # Log-probs of 0 tie in thousands. Of those that tie, labels are drawn until the fraction is full.
     tickets_R = _tickets(step.old_logprob_R, step.advantage_R, step.labels_R)[step.covariance_R == threshold]
     last = int(tickets_R.sort().values[int((highest_R == threshold).sum()) - 1])
 

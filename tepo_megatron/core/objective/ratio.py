@@ -10,7 +10,7 @@ from tepo_megatron.config.objective.custom import OwnMismatch, OwnRatio
 from tepo_megatron.config.objective.terms import Level, Mismatch
 from tepo_megatron.core.objective.values import TokenValues, check_custom
 
-# Bounds logarithms of ratios: exp, and sums over a million tokens, stay finite in fp32, and no gradient is 0 · ∞.
+# Bounds logarithms of ratios: exp, and its sum over a million tokens, stay finite in fp32, and its gradient is not 0 · ∞.
 LARGEST = 60.0
 
 

@@ -97,15 +97,15 @@ def test_equal_advantages_have_no_covariance(count, value):
     assert output.metrics["mask/fraction"][0] == 0
 
 
-def test_of_equal_covariances_no_more_are_chosen_than_the_fraction():
-    """Of 1,000 certain tokens; two have a higher covariance, and all others a lower one."""
+def test_of_equal_covariances_labels_are_chosen_until_the_fraction_is_full():
+    """Of 1,000 certain tokens, two of each label; two more have a higher covariance, and all others a lower one."""
     old = torch.cat([torch.tensor([-3.0, -3.0]), torch.zeros(1000), torch.full((1000,), -0.1)])
     advantages = torch.cat([torch.full((2,), -1.0), torch.ones(1000), torch.full((1000,), -0.01)])
-    batch, scores = plain_step([1] * 2002, advantages, old, old, labels=torch.arange(2002))
+    batch, scores = plain_step([1] * 2002, advantages, old, old, labels=torch.arange(2002) // 2)
     objective = build_objective(ObjectiveConfig(preset="kl_cov", kl_cov={"fraction": 0.05}))
     masked_T = Step(batch, scores).output(objective).token_values["masked"].bool()
     assert masked_T[:2].all()
-    assert masked_T.sum() == 100
+    assert 100 <= masked_T.sum() <= 101
     assert not masked_T[1002:].any()
 
 

@@ -156,6 +156,17 @@ def test_the_product_of_many_ratios_leaves_the_loss_finite(kind):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+@given(st.floats(-200, -61), st.floats(-1, 1))
+def test_an_estimate_beyond_its_bound_pulls_no_token(distance, delta):
+    """The teacher's, far above the policy: half of the true gradient, which almost cancels, would be e^60."""
+    old = torch.full((2,), -200.0)
+    logprob = (old + delta).requires_grad_()
+    batch, scores = plain_step([2], [0.0], logprob, old)
+    batch = batch.with_(teacher_logprobs_T=logprob.detach() - torch.tensor([distance, 0.0]))
+    (output,) = outputs_of({"preset": "grpo", "distill": {"coefficient": 0.5}}, batch, scores)
+    assert torch.autograd.grad(output.numerator, logprob)[0].abs().max() < 1
+
+
 def test_a_band_for_sums_is_refused_for_means():
     for ratio in ({"kind": "token"}, {"kind": "sequence"}, {"kind": "power_mean", "p": 1.0}):
         with pytest.raises(ValueError, match=r"'length_clip' with objective.ratio.kind.*length_normalized = false"):
