@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_821,
-    "tests, lines": 44_442,
-    "docs and docstrings, words": 109_997,
+    "tests, lines": 44_444,
+    "docs and docstrings, words": 110_001,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

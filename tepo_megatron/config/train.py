@@ -19,7 +19,7 @@ class RollbackConfig(Section):
     """Largest value allowed."""
 
     factor: Annotated[float, Field(gt=1)] | None = None
-    """Largest value, as a multiple of the median of the last 20 steps, if positive, from the sixth step on."""
+    """Largest multiple of a positive median of the last 20 steps, from the sixth on; infinity is above it."""
 
     max_times: PositiveInt = 3
     """Most rollbacks; one more stops the run."""

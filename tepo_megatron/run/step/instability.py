@@ -86,7 +86,7 @@ class Rollback:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Leaves values of another metric out."""
         if self._config is not None and state.get("metric") == self._config.metric:
-            self._seen.extend(state.get("seen", ()))
+            self._seen.extend(filter(math.isfinite, state.get("seen", ())))
         self.times = state.get("times", 0)
 
     def reason(self, row: Mapping[str, float]) -> str:

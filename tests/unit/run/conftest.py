@@ -71,7 +71,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 class ReferenceRun:
     """``dies_at``: calls in which the server dies, once each. ``stops_at``, ``killed_at``: before which call SIGTERM comes, or
     the process ends, by its number (from 0) or its name. ``skips``, ``spikes``: numbers of updates (from 1) that are skipped,
-    or have a loss of 50.
+    or have a loss of 50 and a ratio of a million.
     """
 
     config: RunConfig
@@ -174,7 +174,9 @@ class _Trainer(ReferenceTrainer):
         if self.updates in self.run.skips:
             return self.skip("planted", float("nan"))
         result = super().update(batch, last=last)
-        return replace(result, loss=50.0) if self.updates in self.run.spikes else result
+        if self.updates in self.run.spikes:
+            result = replace(result, loss=50.0, extrema={**result.extrema, "ratio/max": 1e6})
+        return result
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         self.run.check_memory("weights", awake=False)

@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_passed_over_when_a_run_goes_back(reference_run:
 
 def test_a_resumed_run_goes_back_where_the_whole_one_would_have(reference_run: Any) -> None:
     """The median of the steps before, and the number of returns, are in the checkpoint."""
-    settings = {"rollback": {"metric": "loss", "factor": 1000.0, "max_times": 1}, "save_every": 1, "resume": "auto"}
+    settings = {"rollback": {"metric": "ratio/max", "factor": 1000.0, "max_times": 1}, "save_every": 1, "resume": "auto"}
     reference_run({"train": {"steps": 6, **settings}}).run()
     resumed = reference_run({"train": {"steps": 8, **settings}}, spikes=[1])
     resumed.run()
