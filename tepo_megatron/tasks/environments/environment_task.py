@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -196,15 +196,17 @@ class EnvironmentTask(Task):
     def _result(self, episode: Episode, response: Response) -> RewardResult:
         error = episode.error
         if error is None:
-            value = episode.reward
-            if value == 0.0 and self.components:  # no turn was rated, for example because of a limit
-                value = dict.fromkeys(self.components, 0.0)
+            value, names = episode.reward, self.components
+            if value == 0.0 and names:  # no turn was rated, for example because of a limit
+                value = dict.fromkeys(names, 0.0)
+            elif isinstance(value, Mapping) and names != ():  # a limit may have come before the turn that rates the others
+                value, names = {**dict.fromkeys(names or (), 0.0), **value}, None
             try:
-                reward, parts = weigh(value, self.config.reward.weights, self.components)
+                reward, parts = weigh(value, self.config.reward.weights, names)
             except ValueError as wrong:
                 error = str(wrong).replace("the verifier", "the environment")
             else:
-                if self.components is None:
+                if parts or value:
                     self.components = tuple(parts)
                 return RewardResult(reward, parts=parts, seconds=episode.seconds)
         failed = self.config.reward.failed_reward if response.model_tokens else None  # without tokens nothing can be learnt

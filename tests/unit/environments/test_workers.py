@@ -203,6 +203,26 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
         assert "was played before the interruption" in str(unknown.error)
 
 
+@pytest.mark.parametrize(
+    ("weights", "paid"),
+    [
+        (None, [(0.0, 0.0), ({"right": 1.0, "brief": 0.5}, 1.5)]),
+        (None, [({"format": 0.2}, 0.2), ({"format": 0.2, "right": 1.0}, 1.2), ({"format": 0.5}, 0.5), (0.0, 0.0)]),
+        (None, [(0.5, 0.5), ({"right": 1.0}, None)]),
+        ({"right": 1.0, "format": 1.0}, [({"format": 0.2}, 0.2), ({"other": 1.0}, None)]),
+    ],
+)
+def test_the_first_episodes_do_not_decide_which_components_others_have(weights: Any, paid: Any) -> None:
+    """A limit may end an episode before the turn that rates the rest. What is no component of the weights is refused."""
+    run = RunConfig.model_validate({"environment": {"name": "guess_number"}, "reward": {"weights": weights}})
+    problem, response = Problem("p", "", "1"), Response([5], [-1.0], "stop", ())
+    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        for reward, expected in paid:
+            pool.note(Episode("k", 0, problem, token_ids([1]), 0, reward=reward), response)
+            (result,) = pool.score([(problem, ResponseText("", [5]))])
+            assert result.reward == expected, result.error
+
+
 OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
 GAME = {"name": "guess_number", "timeout_s": 600.0}
 
