@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_823,
-    "tests, lines": 44_464,
+    "package, lines": 52_826,
+    "tests, lines": 44_472,
     "docs and docstrings, words": 110_001,
     "public classes and functions": 881,
     "modules": 273,

@@ -121,7 +121,8 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
         identity = _text(columns, fields.id, "id")
         identity = f"{name}/{identity}" if name else identity
     else:
-        identity = f"{name}:{row.name.rpartition(':')[2]}" if name else row.name
+        number = row.name.rpartition(":")[2]
+        identity = f"{name}{row.file and '/'}{row.file}:{number}" if name else row.name
     prompt, messages, used = _read_prompt(columns, config, fields)
     answer = _text(columns, fields.answer, "answer")
     others = columns.keys() - {used, fields.answer, fields.id}

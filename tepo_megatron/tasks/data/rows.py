@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -30,6 +30,7 @@ class DataRow:
     name: str
     written: Mapping[str, Any]
     text: str | None = None
+    file: str = ""  # of several text files, which number their rows apart
 
     def values(self) -> Mapping[str, Any]:
         return self.written if self.text is None else json.loads(self.text)
@@ -80,7 +81,8 @@ class DataFiles:
             return
         read = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}[self.format]
         for path in self.paths:
-            yield from read(path)
+            file = path.stem if len(self.paths) > 1 else ""
+            yield from (replace(row, file=file) for row in read(path))
 
     def _arrow_rows(self) -> Iterator[DataRow]:
         import pyarrow.ipc

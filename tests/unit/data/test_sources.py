@@ -88,6 +88,14 @@ def test_two_sources_with_the_same_id_are_refused_unless_they_have_names(tmp_pat
     assert [problem.source for problem in (*first.used, *second.used)] == ["a", "b"]
 
 
+def test_rows_of_several_files_have_ids_of_their_own_also_under_a_name(tmp_path: Path) -> None:
+    for shard in ("train-00000-of-00002", "train-00001-of-00002"):
+        write_jsonl(tmp_path / "set" / f"{shard}.jsonl", rows("1", "2"))
+    (source,) = read(train=[{"path": str(tmp_path / "set"), "name": "own"}])
+    assert len({problem.id for problem in source.used}) == 4
+    assert source.used[0].id == "own/train-00000-of-00002:1"
+
+
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}])
     with pytest.raises(ValueError, match=r"problem 'a:1' cannot be encoded: the model's tokenizer has no chat temp"):
