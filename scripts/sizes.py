@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_826,
-    "tests, lines": 44_472,
-    "docs and docstrings, words": 110_001,
+    "package, lines": 52_868,
+    "tests, lines": 44_499,
+    "docs and docstrings, words": 110_005,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

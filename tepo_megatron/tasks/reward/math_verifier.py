@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+import math as arithmetic
+import re
+from decimal import Decimal
+from typing import Any
+
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.worker_child import running_time
 
+# Of 2e-1 it is not clear that e is no Euler's number.
+_SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.\d*[eE][-+]?\d{1,3}|\d+[eE](?:\+?\d{1,3}|-\d{2,3}))(?!\w|\.\d)")
 _SOFT_LIMIT_S = 5  # math-verify's own alarm needs the main thread, where workers run verifiers
 
 
 def math(problem: Problem, response: str) -> float:
-    r"""1 if the final answer, as math-verify finds it (``\boxed{...}``, LaTeX, plain), equals the problem's, else 0. Raises
-    ValueError if the latter is no expression.
+    r"""1 if the final answer, as math-verify finds it (``\boxed{...}``, LaTeX, plain) after ``</think>``, equals the problem's,
+    else 0. Raises ValueError if the latter is no expression.
     """
     began = running_time()
     try:
         gold = _parse_gold(problem.answer)
-        result = parse(response, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
-        return float(verify(gold, result, timeout_seconds=_SOFT_LIMIT_S, raise_on_error=True))
+        result = _parse_response(response)
+        digits = _leading_zeros(gold)
+        return float(
+            verify(
+                gold,
+                result,
+                float_rounding=6 + digits,
+                numeric_precision=15 + digits,
+                timeout_seconds=_SOFT_LIMIT_S,
+                raise_on_error=True,
+            )
+        )
     except TimeoutException as error:
         if running_time() - began < _SOFT_LIMIT_S:
             return math(problem, response)  # the job was stopped meanwhile
         raise TimeoutError(f"math-verify needed more than {_SOFT_LIMIT_S} s") from error
 
 
+def _parse_response(response: str) -> list[Any]:
+    try:
+        return parse(_plain(response.rpartition("</think>")[2]), parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
+    except TimeoutException:
+        raise
+    except Exception:  # of sympy, such as a number of 5,000 digits: the response is wrong
+        return []
+
+
+def _plain(text: str) -> str:
+    text = text.replace("−", "-")
+    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
+
+
+def _leading_zeros(gold: list[Any]) -> int:
+    # after the decimal point: math-verify compares 6 digits there, none of which a small number has
+    for item in gold:
+        if getattr(item, "is_number", False) and item.is_real and 0 < (size := abs(float(item))) < 1:
+            return -arithmetic.floor(arithmetic.log10(size)) - 1
+    return 0
+
+
 def _parse_gold(answer: str) -> list[object]:
+    answer = _plain(answer)
     answer = answer.replace("\\$", "")  # currency signs, not the signs around LaTeX
     text = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     gold: list[object] = parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)

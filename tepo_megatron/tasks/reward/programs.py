@@ -26,7 +26,7 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.sandbox import Sandbox
 from tepo_megatron.tasks.reward import run_tests
 
-_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
+_FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _FENCE = re.compile(r"^[ \t]*```(.*)$", re.M)
 _DEFINED = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.M)
 _LINE_BYTES = 100
@@ -78,10 +78,11 @@ class PythonTests:
         first = _FENCE.search(text)
         if first is not None and not first[1].strip() and _defines(text[: first.start()], entry_point):
             return text[: first.start()]  # the prompt opened the block, which ends here
-        blocks = [match[1] for match in _FENCED.finditer(text)] or [text]
-        defining = [block for block in blocks if _defines(block, entry_point)]
-        if defining:
-            return defining[-1]
+        blocks = [re.sub(f"^{match[1]}", "", match[2], flags=re.M) for match in _FENCED.finditer(text)] or [text]
+        known = _DEFINED.findall(problem.answer) if entry_point is None else []  # tests may stand behind the program
+        for names in (known, [entry_point]):
+            if defining := [block for block in blocks if any(_defines(block, name) for name in names)]:
+                return defining[-1]
         lines = blocks[-1].splitlines(keepends=True)
         body = takewhile(lambda line: not line.strip() or line[0] in " \t", lines)  # indented
         return f"{stub}{''.join(body)}" if stub else blocks[-1]

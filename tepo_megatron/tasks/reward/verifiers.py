@@ -91,7 +91,7 @@ def load_verifier(name: str) -> Any:
 
 
 def last_number_in(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text.replace("−", "-").replace("{,}", ","))
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:  # an exponent of nineteen digits

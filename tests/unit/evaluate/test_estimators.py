@@ -161,6 +161,7 @@ def test_text_is_compared_where_the_verifier_has_no_notion() -> None:
         ("last_number", "none", None),
         ("math", r"so \boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("math", r"\boxed{7} and \boxed{unclosed", "7"),
+        ("math", r"<think>\boxed{12}?</think>The answer is 16.", "16"),
         ("math", "The answer is 3.\nSure: 4 checks.", "3"),
         ("math", "first 4, then 5", "5"),
         ("math", "no idea", None),

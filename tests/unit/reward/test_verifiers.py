@@ -71,6 +71,7 @@ def test_last_number_compares_values(value: int, other: int) -> None:
 
 def test_last_number_reads() -> None:
     numbers = {"7-5": "5", "x=-5": "-5", "1,2,3": "3", "12,3456": "3456", "$.5": "0.5", "2e3": "2000", "so (-3)": "-3"}
+    numbers |= {r"\boxed{1{,}234{,}567}": "1234567", "It is −7": "-7", "3−5": "5"}
     for response, number in numbers.items():
         assert last_number(_problem(number), response) == 1.0, response
     assert last_number(_problem("3"), "three") == 0.0
@@ -142,6 +143,29 @@ def score(response: str) -> float | None:
         return math(_problem("1/2"), response)
     except Exception:  # what cannot be read is no number; only what was evaluated counts here
         return None
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "right"),
+    [
+        ("4.5e33", r"\boxed{4.5 \times 10^{33}}", True),
+        ("3e8", r"\boxed{300000000}", True),
+        ("3e8", r"\boxed{24e}", False),  # e is not Euler's number there
+        ("1500", "The answer is 1.5e3.", True),
+        ("1e-05", "So it is 0.00001", True),
+        ("2e-1", r"\boxed{-1+2e}", True),  # and it is here
+        (r"1.6 \times 10^{-19}", r"\boxed{9.1 \times 10^{-31}}", False),
+        (r"1.6 \times 10^{-19}", r"\boxed{1.6e-19}", True),
+        ("0.0000012", r"\boxed{0.000001}", False),
+        (r"\frac{1}{3}", r"\boxed{0.333333}", True),
+        ("16", "<think>So \\boxed{12}? No.</think>The answer is **16**.", True),
+        ("12", "<think>So \\boxed{12}? No.</think>The answer is **16**.", False),
+        ("-5", "The answer is −5.", True),
+        ("5", f"The answer is {'1' * 5000}", False),  # more digits than sympy reads
+    ],
+)
+def test_math_reads_numbers_as_they_are_written(answer: str, response: str, right: bool) -> None:
+    assert math(_problem(answer), response) == right
 
 
 def test_hostile_answers_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
