@@ -66,19 +66,19 @@ def pack(
 
 
 def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
-    names = next((list(rollout.reward_parts) for rollout in rollouts if rollout.reward_parts), None)
-    if names is None:
+    names = max((list(rollout.reward_parts) for rollout in rollouts if rollout.reward_parts), key=len, default=[])
+    if not names:
         return None
     rows = []
     for rollout in rollouts:
         # A failed response that counts as reward.failed_reward does so in every component.
         parts = rollout.reward_parts or dict.fromkeys(names, rollout.reward)
-        if set(parts) != set(names):
+        if not set(parts) <= set(names):
             raise ValueError(
                 f"rollout of problem {rollout.problem_id} has the reward's components {', '.join(parts)}, others of the step "
                 f"{', '.join(names)}; a verifier must return the same for every response"
             )
-        rows.append([parts[name] for name in names])
+        rows.append([parts.get(name, 0.0) for name in names])  # a limit may end an episode before it is rated in all
     return torch.tensor(rows, dtype=torch.float32)
 
 

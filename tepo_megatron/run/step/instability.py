@@ -110,7 +110,8 @@ class Rollback:
             text = f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
         if bound is not None and value > bound:
             return f"{config.metric} is {value:.4g}, above {text}"
-        self._seen.append(value)
+        if math.isfinite(value):
+            self._seen.append(value)
         return ""
 
     def count(self, reason: str) -> None:

@@ -112,10 +112,10 @@ def _final_answer(text: str, verifier: str) -> str | None:
     """
     if verifier == "exact":
         return text.strip() or None
-    text = text.rpartition("</think>")[2]
     if verifier == "last_word":
         return text.split()[-1] if text.strip() else None
     if verifier != "last_number":
+        text = text.rpartition("</think>")[2].strip() or text
         boxed = _last_boxed(text)
         if boxed is not None:
             return _normalised(boxed)

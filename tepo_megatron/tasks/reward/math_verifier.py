@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math as arithmetic
 import re
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -13,8 +14,9 @@ from math_verify.errors import TimeoutException
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.worker_child import running_time
 
-# Of 2e-1 it is not clear that e is no Euler's number.
-_SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.\d*[eE][-+]?\d{1,3}|\d+[eE](?:\+?\d{1,3}|-\d{2,3}))(?!\w|\.\d)")
+# Of 2e-1 and 2e+1 it is not clear that e is no Euler's number.
+_SCIENTIFIC = re.compile(r"(?<![\w.,}])(?:\d+\.\d*[eE][-+]?\d{1,2}|\d+[eE](?:\d{1,2}|[-+]\d\d))(?!\w|\.\d)")
+_MOST_NUMBERS = 100  # that are rewritten: math-verify's time grows with the square of the digits
 _SOFT_LIMIT_S = 5  # math-verify's own alarm needs the main thread, where workers run verifiers
 
 
@@ -26,7 +28,7 @@ def math(problem: Problem, response: str) -> float:
     try:
         gold = _parse_gold(problem.answer)
         result = _parse_response(response)
-        digits = _leading_zeros(gold)
+        digits = _more_digits(gold)
         return float(
             verify(
                 gold,
@@ -54,14 +56,16 @@ def _parse_response(response: str) -> list[Any]:
 
 def _plain(text: str) -> str:
     text = text.replace("−", "-")
-    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
+    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text, count=_MOST_NUMBERS)
 
 
-def _leading_zeros(gold: list[Any]) -> int:
-    # after the decimal point: math-verify compares 6 digits there, none of which a small number has
+def _more_digits(gold: list[Any]) -> int:
+    # math-verify compares 6 digits after the point: of numbers below 0.0001 fewer than 3 would count
     for item in gold:
-        if getattr(item, "is_number", False) and item.is_real and 0 < (size := abs(float(item))) < 1:
-            return -arithmetic.floor(arithmetic.log10(size)) - 1
+        if getattr(item, "is_number", False) and item.is_real is not False:
+            with suppress(TypeError, OverflowError):  # of expressions without a value, such as a limit
+                if 0 < (size := abs(complex(item))) < 0.0001:
+                    return -arithmetic.floor(arithmetic.log10(size)) - 4
     return 0
 
 

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,24 @@ class PythonTests:
         first = _FENCE.search(text)
         if first is not None and not first[1].strip() and _defines(text[: first.start()], entry_point):
             return text[: first.start()]  # the prompt opened the block, which ends here
-        blocks = [re.sub(f"^{match[1]}", "", match[2], flags=re.M) for match in _FENCED.finditer(text)] or [text]
+        blocks = [(match[1], match[2]) for match in _FENCED.finditer(text)] or [("", text)]
+        programs = [_without(indent, block) for indent, block in reversed(blocks)]
         known = _DEFINED.findall(problem.answer) if entry_point is None else []  # tests may stand behind the program
         for names in (known, [entry_point]):
-            if defining := [block for block in blocks if any(_defines(block, name) for name in names)]:
-                return defining[-1]
-        lines = blocks[-1].splitlines(keepends=True)
+            count, program = max(
+                ((sum(_defines(block, name) for name in names), block) for block in programs), key=itemgetter(0)
+            )
+            if count:
+                return program
+        lines = blocks[-1][1].splitlines(keepends=True)
         body = takewhile(lambda line: not line.strip() or line[0] in " \t", lines)  # indented
-        return f"{stub}{''.join(body)}" if stub else blocks[-1]
+        return f"{stub}{''.join(body)}" if stub else programs[0]
+
+
+def _without(indent: str, block: str) -> str:
+    lines = block.splitlines(keepends=True)
+    whole = all(line.startswith(indent) for line in lines if line.strip())
+    return "".join(line.removeprefix(indent) for line in lines) if whole else block
 
 
 def _defines(program: str, name: Any) -> bool:

@@ -99,7 +99,8 @@ def test_a_sandbox_that_does_not_start_is_a_failure_and_no_wrong_program() -> No
         (BARE, "First:\n```python\ndef f(x): return x\n```\nNo:\n```python\ndef f(x): return x + 1\n```\nSo `f(1)`.", "x + 1"),
         (BARE, "```python\ndef f(x): return x + 1\n```\nUse it:\n```\nprint(f(1))\n```", "x + 1"),
         (BARE, "```python\ndef f(x): return x + 1\n```\nTests:\n```\ndef test_f(): assert f(1) == 2\n```", "x + 1"),
-        (BARE, "1. So:\n   ```python\n   def f(x): return x + 1\n   ```", "x + 1"),
+        (BARE, "1. So:\n   ```python\n   def f(x): return x + 1\n   y = 1\n   ```", "x + 1\ny = 1"),
+        (EVENS, "    ```python\n    return values\n    ```", f"{EVENS.metadata['stub']}    return values"),
         (BARE, "<think>```python\ndef f(x): return 0\n```</think>\n```python\ndef f(x): return x + 1\n```", "x + 1"),
         (BARE, "```python\ndef f(x): return x + 1", "x + 1"),  # cut
         (
