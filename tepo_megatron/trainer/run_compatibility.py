@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.paths import absolute
+from tepo_megatron.config.reward import AgentConfig, EnvironmentConfig
 from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
@@ -23,23 +24,24 @@ _Kind = Literal["free", "run", "architecture"]
 """free: results differ only by rounding; run: refused unless ``train.allow_change`` names the field; else always refused."""
 
 _FREE = (
-    *("name", "output", "rollout", "reward", "environment", "engine", "train", "evaluate", "log", "cluster"),
+    *("name", "output", "rollout", "reward", "engine", "train", "evaluate", "log", "cluster"),
     *("model", "model.lora.path"),  # compared by content
     # the sampler compares problems and prompts themselves, and the verifiers of sources are compared
     *("data.train", "data.template", "data.system_prompt", "data.fields", "data.filter", "data.order", "data.heldout"),
+    *(f"environment.{name}" for name in ("workers", "concurrency", "servers", "key_file", "max_restarts")),
+    *("environment.timeout_s", "environment.memory_mb", "environment.file_mb"),
+    *(f"environment.agent.{name}" for name in ("port", "key_file", "max_request_mb")),
     *("objective.preset", "objective.plugins"),  # the fields of a preset and the contents of plugins are compared
     *("optimizer.distributed", "optimizer.offload_fraction"),  # where the same Adam computes
 )
 _RUN = (
-    *("seed", "data", "objective", "teachers", "optimizer"),
+    *("seed", "data", "objective", "teachers", "optimizer", "environment"),
     *("model.lora.alpha", "model.lora.rslora", "model.lora.serve"),  # served in bfloat16 they sample from another distribution
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.sampling", "rollout.filter_groups"),
     *("rollout.oversample", "rollout.partial", "rollout.truncated", "rollout.overlong", "rollout.replay", "rollout.collect"),
     *("rollout.server.dtype", "rollout.server.head_dtype", "rollout.server.quantization", "rollout.server.speculative"),
     "rollout.server.extra_args",  # anything may be in them
     *("reward.verifier", "reward.kwargs", "reward.weights", "reward.failed_reward"),
-    *("environment.name", "environment.kwargs", "environment.adapter", "environment.max_turns", "environment.max_tokens"),
-    "environment.observations",
     *("engine.fp8", "engine.moe_balance", "engine.noise_every", "engine.noise_sequences"),  # noise: the objective's tolerance
     *("train.minibatches", "train.epochs_per_batch", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
 )
@@ -135,9 +137,12 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     reported = {*_OF_RESUMING, "model.dtype", *(difference.field for difference in weights)}
     defaults = RunConfig().model_dump(mode="json")
     then, now = (run["config"].get("environment") or {} for run in (saved, current))
-    if then and "observations" not in then:  # text had no role then, nor has it without a template or of an agent
-        had = "text" if current["chat_template"] and then["adapter"] != "agent" else now.get("observations")
-        saved = {**saved, "config": {**saved["config"], "environment": {**then, "observations": had}}}
+    if then and now:
+        if "observations" not in then:  # text had no role then, nor has it without a template or of an agent
+            plain = current["chat_template"] and then["adapter"] != "agent"
+            then = {**then, "observations": "text" if plain else now["observations"]}
+        saved = {**saved, "config": {**saved["config"], "environment": _with_defaults(then)}}
+        current = {**current, "config": {**current["config"], "environment": _with_defaults(now)}}
     for field, old, new in _differing(saved["config"], current["config"]):
         # A field unknown to the saving version had no effect then, as its default has none now.
         unknown_then = old is _ABSENT and new == _value(defaults, field)
@@ -146,6 +151,13 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     for name, old, new in _differing(saved["versions"], current["versions"]):
         differences.append(Difference(f"versions.{name}", old, new, "free"))
     return differences
+
+
+def _with_defaults(environment: Mapping[str, Any]) -> dict[str, Any]:
+    result = EnvironmentConfig.model_construct(name="").model_dump(mode="json") | dict(environment)
+    if result["adapter"] == "agent":
+        result["agent"] = AgentConfig().model_dump(mode="json") | (result["agent"] or {})
+    return result
 
 
 def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:

@@ -71,6 +71,7 @@ def test_the_form_of_an_architecture_is_that_of_earlier_checkpoints(tmp_path: Pa
         ("train.minibatches=2", "train.minibatches: 4 -> 2"),
         ("data.chat_template=true", "data.chat_template: false -> true"),
         ("reward.verifier=exact", 'reward.verifier: "last_word" -> "exact"'),
+        ("environment.name=guess_number", "environment: null -> {"),
         ("seed=3", "seed: 0 -> 3"),
     ],
 )
@@ -154,6 +155,27 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(
     (copy / "added_tokens.json").write_text("{}")
     assert "model.path's tokenizer" in str(refusal(compare(model=copy), ()))
     assert refusal(compare(model=copy), ("model.path",)) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("special_tokens=true", True),
+        ("kwargs={high: 9}", True),
+        ("agent.verifier=exact", True),
+        ("agent={port: 8400, max_request_mb: 9}", False),
+        ("workers=2", False),
+        ("timeout_s=20", False),
+    ],
+)
+def test_another_environment_is_another_run_and_where_it_runs_does_not_count(override: str, refused: bool) -> None:
+    agent = ("environment.adapter=agent", "environment.name=my.py:agent") if "agent" in override else ()
+    saved = stored("environment.name=guess_number", *agent)
+    del saved["config"]["environment"]["max_tokens"]  # as an older version saved it
+    differences = compare_runs(saved, described("environment.name=guess_number", *agent, f"environment.{override}"))
+    assert differences
+    assert (refusal(differences, ()) is not None) == refused
+    assert refusal(differences, ("environment",)) is None
 
 
 def test_a_run_from_before_observations_had_a_role_is_not_continued_with_one_unasked(tmp_path: Path) -> None:
