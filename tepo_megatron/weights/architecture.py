@@ -306,7 +306,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     try:
         _refuse_unsupported(raw, family, where)
         heads = _size(raw, "num_attention_heads", where)
-        rope = {**raw, **(raw.get("rope_parameters") or {})}
+        rope = {**raw, **_rope_parameters(raw)}
         rope_theta, rope_scaling = _rope(raw, where)
         spec = ModelSpec(
             architecture=architecture,
@@ -418,10 +418,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: _Family, where: str) -> 
         raise ValueError(f"{where}: layer_types has {', '.join(sorted(kinds))}, which is not supported (only full_attention)")
 
 
+def _rope_parameters(raw: Mapping[str, Any]) -> Any:
+    """Of Transformers 5: ``rope_scaling`` of older folders comes first."""
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+
+
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
-    parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
-    theta = _number(parameters.get("rope_theta", 10000.0), "rope_theta", where)
+    parameters = {"rope_theta": raw.get("rope_theta", 10000.0), **_rope_parameters(raw)}
+    theta = _number(parameters["rope_theta"], "rope_theta", where)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None

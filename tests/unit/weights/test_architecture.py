@@ -127,8 +127,11 @@ def test_both_styles_of_rope_are_read() -> None:
     new = raw | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     old = raw | {"rope_theta": 300.0, "rope_scaling": {"rope_type": "llama3", **scaling}}
-    specs = [model_spec(config, "config.json") for config in (new, old)]
-    assert [(spec.rope_theta, spec.rope_scaling) for spec in specs] == [(500.0, None), (300.0, RopeScaling(8.0))]
+    both = old | {"rope_parameters": {"rope_type": "default"}}
+    outside = raw | {"rope_theta": 400.0, "rope_parameters": {"rope_type": "default"}}
+    specs = [model_spec(config, "config.json") for config in (new, old, both, outside)]
+    expected = [(500.0, None), (300.0, RopeScaling(8.0)), (300.0, RopeScaling(8.0)), (400.0, None)]
+    assert [(spec.rope_theta, spec.rope_scaling) for spec in specs] == expected
 
 
 SPEC = small_spec(architecture="MixtralForCausalLM", num_layers=3, experts=MOE["MixtralForCausalLM"])
