@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_m
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
-from tepo_megatron.weights.storage.manifest import MANIFEST, CheckpointManifest
+from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest
 from tepo_megatron.weights.storage.stored import (
     DTYPE_NAMES,
     DTYPES,
@@ -115,7 +116,7 @@ def export_model(
     for other or damaged weights, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
-    if (source / MANIFEST).exists():
+    if (source / MANIFEST).exists() or "format" in _state_of(source):
         CheckpointManifest.read_whole(source)
     spec, weights = read_model_spec(model), StoredWeights.open(source)
     shapes = tensor_shapes(spec)
@@ -268,18 +269,22 @@ def _unfinished(files: Sequence[_PlannedFile], partial: Path, out: Path) -> list
     return unfinished
 
 
+def _state_of(source: Path) -> dict[str, Any]:
+    state = source / STATE
+    try:
+        return parse_json(state.read_bytes(), state, dict) if state.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{state} is damaged ({error}); take another checkpoint") from None
+
+
 def _model_of(source: Path) -> Path:
-    state = source / "state.json"
-    if not state.is_file():
+    if not (source / STATE).is_file():
         if not (source / "config.json").is_file():
             whole = [path.parent for path in (source / "checkpoints").glob("step_*/state.json") if "." not in path.parent.name]
             example = f"such as {max(whole)}" if whole else "step_XXXXXX that has a state.json"
             raise ValueError(f"{source} is not a finished checkpoint; give a folder {example}")
         return source
-    try:
-        recorded = parse_json(state.read_bytes(), state, dict).get("model")
-    except ValueError as error:
-        raise ValueError(f"{state} is damaged ({error}); take another checkpoint") from None
+    recorded = _state_of(source).get("model")
     if recorded is None:
         raise ValueError(f"{source} does not say which model it was trained from; give its folder with --model")
     if not (Path(recorded) / "config.json").is_file():

@@ -180,6 +180,7 @@ def test_import_and_export_there_and_back_again(tmp_path: Path) -> None:
         (["import", MODEL, "new", "--tp", "3"], "tp = 3 does not divide the model's 4 attention heads"),
         (["export", MODEL, MODEL], "exists already; remove it, or give another folder"),
         (["export", "checkpoints/step_000006", "new", "--model", MODEL], "step_000006 is damaged (shards/rank00000-00001.safe"),
+        (["export", "checkpoints/step_000004", "new", "--model", MODEL], "step_000004 is damaged (manifest.json is missing)"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_leaves_nothing(
@@ -187,5 +188,6 @@ def test_a_mistake_is_a_sentence_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(out)
     flip_bit(shards(out / "checkpoints" / "step_000006")[0], 5000)
+    (out / "checkpoints" / "step_000004" / "manifest.json").unlink()
     assert said in tepo(*arguments, code=1)
     assert [path.name for path in out.iterdir()] == ["checkpoints"]
