@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -85,12 +85,14 @@ def _verify_command(
 def _prune_command(
     folder: _Folder,
     keep: Annotated[int, Option(min=1, help="Keep so many of the newest whole checkpoints.")] = 2,
-    every: Annotated[int, Option(min=0, help="Also keep those of steps that are multiples of this.")] = 0,
+    every: Annotated[
+        int | None, Option(min=0, help="Also keep those of steps that are multiples of this; default: train.keep_every.")
+    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
 ) -> None:
-    """Delete older checkpoints, and the remains of interrupted saves. A damaged one is not counted, and stays.
+    """Delete older checkpoints, and the remains of interrupted saves. A damaged one and the best by train.keep_best stay.
 
-    Checks every byte of the newest ones first: the only whole checkpoint is never deleted for a damaged one.
+    Checks every byte of the newest first: the only whole checkpoint is never deleted for a damaged one.
 
     An unfinished checkpoint stays too while a run holds the folder, or if it changed within the last minute.
 
@@ -110,7 +112,7 @@ def _prune_command(
                 whole[step_of(path)] = path
             except DamagedCheckpoint as error:
                 damaged.append(str(error))
-        retained_steps = retained(whole, newest=keep, every=every)
+        retained_steps = _retained(parent.resolve().parent, whole, keep, every)
         runs = _is_held(parent.resolve().parent)
         left = leftovers(parent)
         busy = [path for path in left if ".partial" in path.name and (runs or time.time() - _changed(path) < _SETTLED_S)]
@@ -132,6 +134,19 @@ def _prune_command(
         echo(f"{_size(freed)} {'would be ' if dry_run else ''}freed; {len(retained_steps)} checkpoints kept")
         if failed:
             raise RuntimeError("; ".join(failed))
+
+
+def _retained(output: Path, steps: Iterable[int], keep: int, every: int | None) -> set[int]:
+    from tepo_megatron.config import RunConfig
+    from tepo_megatron.config.load import load_run
+
+    file, best = output / "resolved.yaml", None
+    config = load_run(file) if file.is_file() else RunConfig()
+    if config.train.keep_best is not None:
+        from tepo_megatron.run.output.output import Retention
+
+        best = Retention(config.model_copy(update={"output": output}), echo).best(steps)  # a run's folder may be moved
+    return retained(steps, newest=keep, every=config.train.keep_every if every is None else every, best=best)
 
 
 def _parent(folder: Path) -> Path:

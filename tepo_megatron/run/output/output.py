@@ -245,7 +245,7 @@ class Retention:
             return
         self._seen = newest
         remaining = retained(
-            present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=self._best(present)
+            present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=self.best(present)
         )
         # A save of a later step may be in progress.
         partial = {path: path.name.removeprefix("step_").partition(".partial") for path in leftovers(self._folder)}
@@ -255,7 +255,7 @@ class Retention:
             if failed is not None:
                 self._say(failed)
 
-    def _best(self, steps: Iterable[int]) -> int | None:
+    def best(self, steps: Iterable[int]) -> int | None:
         best = self._train.keep_best
         if best is None:
             return None

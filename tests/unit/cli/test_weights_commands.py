@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.load import dump_resolved, load_run
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -74,15 +75,24 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(out: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    ("options", "settings", "kept"),
     [
-        ([], ["step_000004", "step_000006"]),
-        (["--keep", "1"], ["step_000006"]),
-        (["--keep", "1", "--every", "2"], WHOLE),
-        (["--keep", "9"], WHOLE),
+        ([], None, ["step_000004", "step_000006"]),
+        (["--keep", "1"], [], ["step_000006"]),
+        (["--keep", "1", "--every", "2"], [], WHOLE),
+        (["--keep", "9"], None, WHOLE),
+        (["--keep", "1"], ["train.keep_every=2"], WHOLE),
+        (["--keep", "1", "--every", "4"], ["train.keep_every=2"], ["step_000004", "step_000006"]),
+        (["--keep", "1"], ["train.keep_best.metric=reward/mean"], ["step_000002", "step_000006"]),
     ],
 )
-def test_prune_keeps_what_it_is_told_to(options: list[str], kept: list[str], out: Path) -> None:
+def test_prune_keeps_what_it_and_the_run_are_told_to(
+    options: list[str], settings: list[str] | None, kept: list[str], out: Path
+) -> None:
+    if settings is not None:
+        (out / "resolved.yaml").write_text(dump_resolved(load_run(None, ["output=elsewhere", *settings])))
+    rows = [json.dumps({"step": step, "reward/mean": -step}) + "\n" for step in (2, 4, 6)]
+    (out / "metrics.jsonl").write_text("".join(rows))
     before = names(out)
     said = run("prune", out, *options, "--dry-run")
     assert names(out) == before
