@@ -158,6 +158,10 @@ class SyncTraffic:
         if config.adapter_rank is not None:  # rank 0 sends them to every server
             size = model_parameters(spec, config.model.lora) * _server_bytes(config)
             return cls(server.count, server.count * size, server.count * size, size, server.count * size / rate)
+        if server.transfer == "gather":  # whole tensors, of which gloo's tree takes some copies from rank 0
+            workers, size = server.tp * server.count, model_parameters(spec) * ELEMENT_BYTES[config.dtype()]
+            sent_most = workers.bit_length() * size
+            return cls(workers, workers * size, sent_most, size, sent_most / rate)
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
         plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
         sent, received = _ends(plan.bytes_between(_server_bytes(config)))

@@ -122,6 +122,12 @@ def test_a_sync_moves_every_server_s_shards_once() -> None:
     assert found.seconds == pytest.approx(found.bytes_received_most / (0.7 * 50e9))
 
 
+def test_a_gather_broadcasts_the_whole_model_to_every_worker() -> None:
+    found, size = plan(LLAMA, "rollout.server.transfer=gather").sync, 2 * 70_553_706_496
+    assert (found.bytes_received_most, found.bytes_total, found.bytes_sent_most) == (size, 32 * size, 6 * size)
+    assert found.seconds == pytest.approx(6 * size / (0.7 * 50e9))
+
+
 def test_adapters_alone_are_sent_and_exchanged() -> None:
     merged, served = (plan(LLAMA, f"model.lora={{rank: 16, serve: {kind}}}") for kind in ("merged", "adapter"))
     size = 2 * model_parameters(served.spec, served.config.model.lora)
