@@ -307,11 +307,12 @@ class TrainingRanks:
 
     def host_memory(self, stage: int, memory: RankMemory, *, step_tokens: float) -> HostMemory:
         owned = self.owned_weights(stage)
+        dropped = self._fp8_copies(stage) * (2 if memory.reference else 1)  # made again from the weights
         return HostMemory(
             process=_PROCESS,
             states=self.host_state_bytes * owned,
             teachers=sum(self._teacher_bytes(stage)[1]) + self._teacher_states(step_tokens),
-            turns=memory.weights + memory.optimizer + memory.reference if self.config.is_colocated else 0,
+            turns=memory.weights + memory.optimizer + memory.reference - dropped if self.config.is_colocated else 0,
             staged=CHECKPOINT_BYTES * owned if self.saves_beside_training else 0,
             routes=2 * self._step_routes(step_tokens),
         )

@@ -143,6 +143,10 @@ def test_servers_on_the_same_gpu_cost_memory_while_they_sleep_and_time_when_they
     left = found.worst.weights + found.worst.optimizer
     assert found.hosts[0].turns == left
     assert found.time.turns == pytest.approx(2 * left / (0.7 * 55e9))
+    for reference in ("objective.kl=null", "objective.kl.coefficient=0.1"):
+        plain, fp8 = plan(reference), plan(reference, "engine.fp8.recipe=tensorwise")
+        assert fp8.worst.weights > plain.worst.weights
+        assert fp8.hosts == plain.hosts, "copies in FP8 are dropped"
     (problem,) = plan("rollout.server.gpu_memory_utilization=0.995").problems
     assert "the trainer keeps 1.5 GiB of its 139 for CUDA and NCCL; lower it to 0.98" in problem
     assert plan("rollout.server.gpu_memory_utilization=0.98").problems == ()
