@@ -211,9 +211,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"model.lora.path = {folder} has no {_PEFT_CONFIG} and {_PEFT_WEIGHTS}; give a folder that PEFT has saved"
         )
     try:
-        return parse_json(path.read_bytes(), path.name, dict)
+        config = parse_json(path.read_bytes(), path.name, dict)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); save or copy the adapters again") from None
+    return {name: value for name, value in config.items() if value is not None}  # null switches a feature off
 
 
 def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

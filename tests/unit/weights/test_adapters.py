@@ -120,6 +120,9 @@ def test_a_folder_comes_back_as_it_was_and_one_of_other_adapters_is_refused(
     wanted = adapter_shapes(shapes, adapted_tensors(shapes, TARGETS), RANK)
     tensors = {name: torch.randn(shape) for name, shape in wanted.items()}
     AdapterSettings(RANK, 4, False, 0.0, ("o_proj", "q_proj")).write(tmp_path / "lora", tensors, base_model="m")
+    nulls = dict.fromkeys(("fan_in_fan_out", "rank_pattern", "use_dora", "use_rslora", "modules_to_save"))
+    check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
+    change_config(**nulls)(tmp_path / "lora")
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
     layout = adapter_layout(megatron_ranks(small_spec(), MegatronParallel())[0], adapted_tensors(shapes, TARGETS), RANK)
     back = {name: torch.empty(shape) for name, shape in layout.params.items()}
