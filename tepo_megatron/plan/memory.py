@@ -98,9 +98,14 @@ class TrainingRanks:
         self.passed_width = self._chosen_mlps * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
     @property
+    def recomputed(self) -> Collection[str]:
+        # every layer counts as one of experts, if the model has some
+        return [name for name in self.config.engine.recomputed if name != "mlp" or self.spec.experts is None]
+
+    @property
     def layer_activations(self) -> Mapping[str, float]:
         """Bytes per token; recomputed modules keep their inputs."""
-        return self._activations_without(self.config.engine.recomputed)
+        return self._activations_without(self.recomputed)
 
     def _activations_without(self, again: Collection[str]) -> Mapping[str, float]:
         spec, parallel, b = self.spec, self._parallel, self._element

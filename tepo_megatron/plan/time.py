@@ -433,7 +433,7 @@ def _forward_flops(spec: ModelSpec, mean_length: float) -> float:
 
 def _recomputed_flops(ranks: TrainingRanks, mean_length: float) -> float:
     spec, engine = ranks.spec, ranks.config.engine
-    again, head = set(engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
+    again, head = set(ranks.recomputed), 2 * spec.vocab_size * spec.hidden_size
     fused_head = head if engine.head == "fused" else 0
     if engine.recompute == "full":
         return _forward_flops(spec, mean_length) - head + fused_head

@@ -229,8 +229,9 @@ class ModelSpec:
     def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
         has_experts, te_only = self.experts is not None, "which Megatron-Core has in Transformer Engine's layers alone"
         without = f"which is for models with experts, and {self.architecture} has none; name mlp instead"
+        every = f"and every MLP of {self.architecture} is one of experts; name moe instead"
         refusals = (
-            ("mlp", has_experts, f"and every MLP of {self.architecture} is one of experts; name moe instead"),
+            ("mlp", has_experts and not self.dense_layers, every),
             ("moe", not has_experts, without),
             ("moe_act", not has_experts, without),
             ("moe_act", not transformer_engine, f"{te_only} (engine.layers = te); name moe instead"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -157,6 +158,7 @@ def test_a_model_must_have_what_is_balanced() -> None:
 
 DENSE = ModelSpec("LlamaForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512)
 MIXTURE = ModelSpec("MixtralForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512, experts=Experts(8, 2, True))
+MIXED = replace(MIXTURE, architecture="Glm4MoeForCausalLM", dense_layers=1, dense_ffn_size=512)
 MODULES = {"core_attn", "mlp", "moe", "moe_act", "layernorm"}
 
 
@@ -167,6 +169,8 @@ MODULES = {"core_attn", "mlp", "moe", "moe_act", "layernorm"}
         (DENSE, True, {"core_attn", "mlp"}),
         (MIXTURE, False, {"core_attn", "moe"}),
         (MIXTURE, True, MODULES - {"mlp"}),
+        (MIXED, False, {"core_attn", "mlp", "moe"}),
+        (MIXED, True, MODULES),
     ],
 )
 def test_a_module_that_the_model_does_not_have_is_refused(spec: ModelSpec, te: bool, acts: set[str]) -> None:

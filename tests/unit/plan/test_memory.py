@@ -339,6 +339,9 @@ def test_flops_and_activations_are_those_of_the_chosen_experts() -> None:
     assert kept["gate and up"] == 2 * 2 * 2 * 14336 / 2, "bfloat16, two matrices, two experts, half of the tokens"
     assert kept["experts' inputs"] == 2 * 2 * 4096 / 2
     assert any("every expert gets as many tokens" in text for text in found.assumptions)
+    mlp: dict[str, Any] = {"recompute": "selective", "recompute_modules": ["mlp"]}  # of the few dense layers alone
+    plain, again = (TrainingRanks(found.ranks.spec, RunConfig.model_validate({"engine": engine})) for engine in ({}, mlp))
+    assert again.layer_activations == plain.layer_activations
 
 
 @pytest.mark.parametrize(
