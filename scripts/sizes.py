@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_932,
-    "tests, lines": 44_559,
+    "tests, lines": 44_583,
     "docs and docstrings, words": 110_005,
     "public classes and functions": 881,
     "modules": 273,

@@ -251,7 +251,7 @@ class GroupBuffer:
             # At once: the draw must not depend on how many groups were decided meanwhile.
             self._draw_missing()
             filters = self._rollout.filter_groups
-            if self.window and filters is not None and len(self.filtered) >= filters.max_batches * self._size:
+            if self.window and filters and not self.is_full and len(self.filtered) >= filters.max_batches * self._size:
                 raise RuntimeError(self._why_never_filled())
             self.changed.notify_all()
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
+from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.step_rewards import token_ages
 from tepo_megatron.tasks.data.sources import ProblemSampler
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.fake_sampling import FakeServers, FakeVerifiers, collector
 from tests.support.programs import TIMEOUT_S
@@ -29,12 +31,15 @@ B = 3
 class Run:
     """A schedule, its servers, and a trainer whose steps end with :meth:`trained`."""
 
-    def __init__(self, output: Path, k: int = 1, state: Any = None, journal: bool = False, **train: Any) -> None:
-        document = {
+    def __init__(
+        self, output: Path, k: int = 1, state: Any = None, journal: bool = False, filters: Any = None, **train: Any
+    ) -> None:
+        document: dict[str, Any] = {
             "output": str(output),
             "rollout": {"prompts_per_step": B, "samples_per_prompt": 2, "journal": journal, "uncorrected": True},
             "train": {"minibatches": 2, "schedule": "overlap", "max_staleness": k, **train},
         }
+        document["rollout"]["filter_groups"] = filters
         self.servers, verifiers = FakeServers(), FakeVerifiers(0, lambda problem, text: 1.0)
         self.schedule = collector(RunConfig.model_validate(document), PROBLEMS, verifiers, self.servers, say=print)
         self.version = 0
@@ -82,6 +87,17 @@ def make(tmp_path: Path) -> Any:
         run.schedule.close()
 
 
+def decide(buffer: GroupBuffer, group: Group, *rewards: float, weights: int = 0) -> None:
+    """The group is complete, of tokens of these weights."""
+    response = Response([5], [-1.0], "stop", ((0, WeightsVersion(weights, f"{weights:x}")),))
+    for sample, reward in enumerate(rewards):
+        group.samples[sample] = Rollout.of(
+            response, problem_id=group.problem.id, group=sample, prompt_ids=group.prompt_ids, text="", reward=None
+        )
+        group.score(sample, RewardResult(reward))
+    buffer.decide(group)
+
+
 def collect_later(run: Run, finish: Callable[[], object]) -> list[Rollout]:
     """Collects, while ``finish`` has servers answer once the first step's groups were asked for."""
     with ThreadPoolExecutor(1) as pool:
@@ -127,6 +143,14 @@ def test_nothing_is_sampled_with_weights_that_are_undone(make: Any) -> None:
     assert len(run.servers.asked) == asked
     run.trained(-1)
     assert len(run.asked(asked + B)) == asked + B
+
+
+def test_filters_refuse_any_number_of_groups_while_the_next_step_is_full(make: Any) -> None:
+    buffer = make(1, steps=100, filters={"filters": ["zero_variance"], "max_batches": 1}).schedule._buffer
+    groups = buffer.claim()
+    for group in groups:
+        decide(buffer, group, 1.0, float(group.number >= B))
+    assert buffer.take()[:2] == (groups[:B], groups[B:])
 
 
 @pytest.mark.parametrize("stale", ["drop", "keep"])
