@@ -66,6 +66,7 @@ class RolloutCollector:
         self.clock = BusyClock()
         self._thread = BackgroundThread(self._sample, self._buffer) if window else None
         self._collected_step = -1
+        self._has_gone_back = False
         self._moves = 0
         self.drawn: list[Rollout] = []
         self.rollouts: list[Rollout] = []
@@ -121,8 +122,8 @@ class RolloutCollector:
         return rollouts
 
     def _find(self, step: int, first: Sequence[Group]) -> list[Rollout] | None:
-        if self._thread is not None and self._thread.is_running:
-            return None  # sampling continues from an interrupted run's groups
+        if self._thread is not None and (self._thread.is_running or self._has_gone_back):
+            return None  # sampling continues from an interrupted run's groups, or must draw others
         after = self._store.read_state(step) if self._is_dynamic else None
         if self._is_dynamic and (after is None or after.get("drawn_by") != self._step_identity(first)):
             return None
@@ -256,7 +257,7 @@ class RolloutCollector:
 
     def go_back(self) -> None:
         self._buffer.forget()
-        self._collected_step, self._figures = -1, {}
+        self._collected_step, self._figures, self._has_gone_back = -1, {}, True
 
     def state(self) -> dict[str, Any]:
         return self._buffer.state()

@@ -145,6 +145,20 @@ def test_nothing_is_sampled_with_weights_that_are_undone(make: Any) -> None:
     assert len(run.asked(asked + B)) == asked + B
 
 
+def test_a_run_that_goes_back_while_it_reads_the_journal_draws_others(make: Any) -> None:
+    run = make(steps=100, journal=True)
+    state = run.state()
+    first = problems(collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1]))
+    run.schedule.close()
+    again = make(state=state, steps=100, journal=True)
+    assert problems(again.collect()) == first
+    again.schedule.go_back()
+    again.trained(0)
+    assert again.schedule._find(0, ()) is None
+    other = problems(collect_later(again, lambda: (again.asked(2 * B), again.finish_all())[1]))
+    assert not set(other) & set(first)
+
+
 def test_filters_refuse_any_number_of_groups_while_the_next_step_is_full(make: Any) -> None:
     buffer = make(1, steps=100, filters={"filters": ["zero_variance"], "max_batches": 1}).schedule._buffer
     groups = buffer.claim()
