@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_933,
-    "tests, lines": 44_597,
+    "package, lines": 52_937,
+    "tests, lines": 44_613,
     "docs and docstrings, words": 110_005,
     "public classes and functions": 881,
     "modules": 273,

@@ -130,17 +130,20 @@ class GroupBuffer:
     def is_ready(self) -> bool:
         with self.changed:
             if self.window:
-                if self._train.stale == "drop":
-                    fresh = [group for group in self.done if self._turn - group.oldest_step <= self.window]
-                    self.dropped += len(self.done) - len(fresh)
-                    self.done = fresh
-                    self.changed.notify_all()
+                self._drop_stale()
                 return self.is_full
             if self.is_full:
                 return self._rollout.partial or not self._open()
             if not self._open() and not self._missing():
                 raise RuntimeError(self._why_never_filled())
             return False
+
+    def _drop_stale(self) -> None:
+        if self._train.stale == "drop":
+            fresh = [group for group in self.done if self._turn - group.oldest_step <= self.window]
+            self.dropped += len(self.done) - len(fresh)
+            self.done = fresh
+            self.changed.notify_all()
 
     @property
     def is_full(self) -> bool:
@@ -149,6 +152,7 @@ class GroupBuffer:
     def take(self) -> tuple[list[Group], list[Group], dict[str, float]]:
         with self.changed:
             if self.window:
+                self._drop_stale()  # others may be complete since ``is_ready``
                 chosen = sorted(self.done, key=lambda group: (group.oldest_step, group.number))[: self._size]
             else:
                 chosen = (self.done if self._rollout.partial else sorted(self.done, key=_NUMBER))[: self._size]

@@ -190,6 +190,22 @@ def test_what_is_too_old_when_its_turn_comes_is_dropped_and_counted_unless_the_c
     assert run.schedule.take_figures()["staleness/dropped"] == (stale == "drop")
 
 
+def test_what_is_too_old_and_complete_at_the_last_moment_is_dropped(make: Any) -> None:
+    run = make(1, steps=100)
+    buffer = run.schedule._buffer
+    old, *groups = buffer.claim()
+    for step in range(3):
+        for group in groups:
+            decide(buffer, group, 1.0, 0.0, weights=step)
+        assert buffer.is_ready()
+        if step == 2:
+            decide(buffer, old, 1.0, 0.0)
+        batch, _, figures = buffer.take()
+        run.trained()
+        groups = buffer.claim()
+    assert (old in batch, figures["staleness/dropped"]) == (False, 1)
+
+
 def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
     run = make(1, steps=100)
     collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
