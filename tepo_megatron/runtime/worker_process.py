@@ -77,6 +77,11 @@ class WorkerProcess:
         waits.register(self._stdin, select.POLLOUT)
         return bool(waits.poll(1000 * timeout_s))
 
+    def _has_data(self, timeout_s: float) -> bool:
+        waits = select.poll()
+        waits.register(self, select.POLLIN)
+        return bool(waits.poll(1000 * timeout_s))
+
     def receive(self) -> list[Any]:
         """Blocks until complete lines or a part arrive. Raises EOFError, or ValueError for a line that is not JSON."""
         data = os.read(self.fileno(), 1 << 16)

@@ -118,6 +118,22 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@contextlib.contextmanager
+def numbers_above_1023() -> Iterator[None]:
+    """For files that are opened: ``select()`` takes none of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    while held[-1] < 1024:
+        held.append(os.dup(held[0]))
+    try:
+        yield
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def suspend(pid: int, seconds: float, *, parent_first: bool = False) -> None:
     """Stops the process and all below it, as ``scontrol suspend`` does with a job."""
     processes = family(pid)

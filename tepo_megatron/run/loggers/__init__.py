@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -111,7 +110,7 @@ class _LoggerProcess(WorkerProcess):
         self._flush()
 
     def take_reports(self, timeout_s: float = 0.0) -> None:
-        while not self._has_ended and select.select([self], [], [], timeout_s)[0]:
+        while not self._has_ended and self._has_data(timeout_s):
             timeout_s = 0.0
             try:
                 reports = self.receive()

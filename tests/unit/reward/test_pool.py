@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -29,7 +28,7 @@ from tepo_megatron.runtime.worker_process import WorkerProcess
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support import odd_verifiers
-from tests.support.processes import gone
+from tests.support.processes import gone, numbers_above_1023
 from tests.support.programs import TIMEOUT_S
 
 FILE = odd_verifiers.__file__
@@ -460,13 +459,7 @@ def test_an_orphan_that_holds_the_lock_runs_out_of_processor_time(tries: Path) -
 
 
 def test_a_long_message_is_sent_whatever_number_its_pipe_has(tries: Path) -> None:
-    """``select()`` takes none above 1023."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
-    held = [os.open(os.devnull, os.O_RDONLY)]
-    while held[-1] < 1024:
-        held.append(os.dup(held[0]))
-    try:
+    with numbers_above_1023():
         worker = WorkerProcess("tepo_megatron.tasks.reward.worker")
         limits = {"timeout_s": TIMEOUT_S, "memory_mb": 1000, "file_mb": 1, "network": True, "run_code": False}
         worker.send({"verifier": f"{FILE}:judge", "kwargs": {}, "path": sys.path, **limits}, TIMEOUT_S)
@@ -474,7 +467,3 @@ def test_a_long_message_is_sent_whatever_number_its_pipe_has(tries: Path) -> Non
         worker.send([[0, PROBLEM.to_json(), [ResponseText("7" + " " * 10**6).to_json()]]], TIMEOUT_S)
         assert worker.receive()
         worker.close()
-    finally:
-        for number in held:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -27,6 +27,7 @@ from tepo_megatron.run.output import output as output_module
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import prepare_folder
 from tepo_megatron.runtime.preemption import PREEMPTED, StopSignals
+from tests.support.processes import numbers_above_1023
 from tests.unit.run.conftest import open_output
 
 
@@ -236,12 +237,13 @@ def test_a_logger_that_stands_still_holds_up_neither_a_step_nor_the_end(tmp_path
 def test_a_run_that_begins_again_in_its_folder_is_another_one_and_a_death_at_the_end_is_said(
     tmp_path: Path, fake: Path
 ) -> None:
-    """As after a start that failed in its first step."""
+    """As after a start that failed in its first step. Many files are open."""
     for end in ('self.tell("finish", exit_code)', "os._exit(4)"):
         fake.write_text(FAKE.replace('self.tell("finish", exit_code)', end))
-        output, said = open_output(tmp_path / "out", log=WANDB)
-        output.write_row(0, {})
-        output.close()
+        with numbers_above_1023():
+            output, said = open_output(tmp_path / "out", log=WANDB)
+            output.write_row(0, {})
+            output.close()
     assert len({given["id"] for (given,) in told(tmp_path / "out", "init")}) == 2
     assert told(tmp_path / "out", "finish") == [[1]]
     assert [text.partition(":")[0] for text in said] == ["W&B", "W&B cannot be logged to"]
