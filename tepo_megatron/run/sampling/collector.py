@@ -183,7 +183,7 @@ class RolloutCollector:
             phase=self._phase_here,
         )
         samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._note_move)
-        with self._sampled_task.stream(samples, lambda number: self._buffer.running[number].problem) as stream:
+        with self._sampled_task.stream(samples, lambda number: worker.problems[number]) as stream:
             worker.run(stream, is_done)
 
     def _sample_custom(self, collect: Collect, task: Task, is_done: Ended) -> None:

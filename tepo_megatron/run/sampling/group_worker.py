@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group, GroupBuffer
 from tepo_megatron.run.sampling.journal import GroupStore
@@ -82,6 +83,7 @@ class GroupWorker:
     partial: bool  # at the end of ``run`` unfinished responses are kept for the next one
     on_progress: Callable[[], None]
     phase: Callable[[str], AbstractContextManager[None]]
+    problems: dict[int, Problem] = field(init=False, default_factory=dict)  # of the request that is being submitted
     _sampling: int = field(init=False, default=0)
     _scoring: int = field(init=False, default=0)
 
@@ -133,6 +135,7 @@ class GroupWorker:
                 seed = derive_seed(self.seed, group.number, "group")
             else:
                 seed = prompt_seed(derive_seed(self.seed, group.step, "rollout"), group.place)
+            self.problems = {group.number: group.problem}  # the main thread may forget ``running`` at any time
             stream.submit(group.number, group.prompt_ids, seed, len(group.samples), continued=parts, only=missing)
         self._ask_verifiers(group)
 

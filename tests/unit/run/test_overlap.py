@@ -159,6 +159,25 @@ def test_a_run_that_goes_back_while_it_reads_the_journal_draws_others(make: Any)
     assert not set(other) & set(first)
 
 
+def test_a_run_may_go_back_while_its_thread_submits_requests(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(steps=100)
+    asked: list[str] = []
+
+    def stream(samples: Any, problem_of: Callable[[int], Problem]) -> Any:
+        """As an environment's: asks for the problem of every request."""
+
+        def submit(number: int, *_args: Any, **_options: Any) -> None:
+            run.schedule.go_back()
+            asked.append(problem_of(number).id)
+
+        monkeypatch.setattr(run.servers, "submit", submit)
+        return samples
+
+    monkeypatch.setattr(run.schedule._task, "stream", stream)
+    run.schedule._sample(lambda: True)
+    assert asked == [problem.id for problem in ProblemSampler(PROBLEMS, 0).next(2 * B)]
+
+
 def test_filters_refuse_any_number_of_groups_while_the_next_step_is_full(make: Any) -> None:
     buffer = make(1, steps=100, filters={"filters": ["zero_variance"], "max_batches": 1}).schedule._buffer
     groups = buffer.claim()
