@@ -31,15 +31,17 @@ class Role:
 def on_nodes(config: RunConfig) -> RunConfig:
     """Makes paths absolute and gives external servers nodes of their own.
 
-    Raises ValueError for a relative path through ssh, and a space in the output's path.
+    Raises ValueError for a relative path through ssh, and an output path that needs quotes.
     """
     _check_reachable(config)
     config = absolute(config)
-    output = config.output
-    if len(str(output).split()) != 1:
-        raise ValueError(
-            f"output = {str(output)!r} has a space in it, which log paths of Slurm cannot have; choose another folder"
-        )
+    output, is_slurm = config.output, config.cluster.executor == "slurm"
+    for char in str(output):
+        # NeMo-Run quotes nothing, and Slurm expands % in log paths.
+        if char.isspace() or (is_slurm and (char == "%" or (char.isascii() and shlex.quote(char) != char))):
+            raise ValueError(
+                f"output = {str(output)!r} has {char!r}, which Slurm's scripts and logs cannot have; choose another folder"
+            )
     if not config.cluster.rollout_nodes:
         return config
     server = config.rollout.server.model_copy(update={"placement": "external", "registry": output / "servers"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,7 +199,7 @@ DISTILLED = "objective.preset=on_policy_distill"
     [
         (["cluster.ssh=me@login", "output=out/x"], "output = 'out/x' is relative, but with cluster.ssh"),
         (["cluster.ssh=me@login", "output=/o", "data.order=c/choose.py:g"], "data.order = 'c/choose.py' is relative, but with"),
-        (["output=/shared/my out"], "has a space in it"),
+        *(([f"output=/shared/a{char}b"], f"output = .* has {re.escape(repr(char))}, which Slurm") for char in " (&$;'%"),
         (
             ["output=/o", "teachers.a.path=hub:a/b", DISTILLED],
             r"teachers.a.path = hub:a/b: .* run 'hf download a/b --local-dir",
@@ -326,7 +327,7 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
 
 
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = job(f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
+    config = job("cluster.executor=local", f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
     output = config.output
     run = ClusterRun(config, Shell())
     with pytest.raises(ValueError, match="no job was submitted"):
