@@ -46,6 +46,7 @@ class MetricsWriter(LogFile):
 
     def truncate_after(self, step: int) -> list[int]:
         """Keeps each step's last row. Returns the steps before without one; that of ``step`` may come later."""
+        self.forget_after(step)
         rows = {row["step"]: row for row in (read_metrics(self.path) if self.path.exists() else [])}
         self._rewrite([rows[number] for number in sorted(rows) if number <= step])
         if self._events is not None:

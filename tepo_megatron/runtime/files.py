@@ -68,6 +68,11 @@ class LogFile:
         self._waiting.append(piece)
         self.flush()
 
+    def forget_after(self, step: int) -> None:
+        # A piece has lines of JSON, all of one step.
+        pieces = [piece for piece in self._waiting if piece]
+        self._waiting = [piece for piece in pieces if parse_json(piece.partition(b"\n")[0], "it")["step"] <= step]
+
     def flush(self) -> None:
         try:
             while self._waiting:

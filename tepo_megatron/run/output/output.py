@@ -94,7 +94,9 @@ class Output:
                 self.message(f"{self._metrics.path} lacks the rows of {len(lacking)} earlier steps: {steps}")
             logged = -1 if self.last_step is None else self.last_step
             # An evaluation without its row is done again; a step is not.
-            for path, last in ((self._samples.path, logged), (self._train_samples.path, step)):
+            for file, last in ((self._samples, logged), (self._train_samples, step)):
+                file.forget_after(step)
+                path = file.path
                 samples, cut = read_rows(path, "sample") if path.exists() else ([], False)
                 remaining = [row for row in samples if row["step"] <= last]
                 if cut or len(remaining) < len(samples):
