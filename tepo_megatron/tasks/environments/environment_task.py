@@ -4,6 +4,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from typing import Any
 
@@ -114,7 +115,7 @@ class EnvironmentTask(Task):
         self._counts["episodes"] += 1
         for name in ("tool_errors", "restarts", "new_histories", "seconds"):
             self._counts[name] += getattr(episode, name)
-        key = episode.problem.id, response.response_ids.tobytes()
+        key = _key(episode.problem, response.response_ids.tobytes())
         self._results.setdefault(key, deque()).append(self._result(episode, response))
         while len(self._results) > _MAX_RESULTS:
             self._results.popitem(last=False)
@@ -182,7 +183,7 @@ class EnvironmentTask(Task):
 
     def _take(self, problem: Problem, response: str) -> RewardResult:
         text = response if isinstance(response, ResponseText) else ResponseText(response)
-        key = problem.id, text.packed_ids
+        key = _key(problem, text.packed_ids)
         if not (waiting := self._results.get(key)):
             # asked again, since a teacher's judgement was lost with a server
             return self._taken.get(key) or RewardResult(None, f"problem {problem.id!r}: {_UNKNOWN_RESULT}")
@@ -211,6 +212,10 @@ class EnvironmentTask(Task):
                 return RewardResult(reward, parts=parts, seconds=episode.seconds)
         failed = self.config.reward.failed_reward if response.model_tokens else None  # without tokens nothing can be learnt
         return RewardResult(failed, valid_text(f"problem {episode.problem.id!r}: {error}"), seconds=episode.seconds)
+
+
+def _key(problem: Problem, packed_ids: bytes) -> tuple[str, bytes]:
+    return problem.id, blake2b(packed_ids, digest_size=16).digest()  # the ids themselves would fill gigabytes
 
 
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:

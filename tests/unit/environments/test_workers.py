@@ -201,6 +201,10 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
         assert (result.reward, result.error) == (None, "problem 'p': it fell over")
         (unknown,) = pool.score([(problem, ResponseText("", [9]))])
         assert "was played before the interruption" in str(unknown.error)
+        pool.note(Episode("k", 0, problem, token_ids([1]), 0), Response([5] * 1000, [-1.0] * 1000, "stop", ()))
+        (result,) = pool.score([(problem, ResponseText("", [5] * 1000))])
+        assert result.reward == 0.0
+        assert {len(ids) for _, ids in pool._taken} == {16}  # not the ids, of tens of thousands of episodes
 
 
 @pytest.mark.parametrize(
