@@ -16,6 +16,7 @@ import numpy as np
 
 from tepo_megatron.core.rollout import TOP_TOKEN, Response, TokenIds, WeightsVersion
 from tepo_megatron.runtime.text import parse_json
+from tepo_megatron.runtime.worker_child import running_time
 from tepo_megatron.sampler.protocol import CacheReading, ReadBack, Scores
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
@@ -37,6 +38,8 @@ _SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
 
 GENERATE = "/inference/v1/generate"
 """vLLM's route for token ids, which scores prompts here."""
+
+_REPEATED = (GENERATE, READ_BACK, SAMPLES)  # by their callers, after a ServerFault
 
 _PROBES = 20
 _MAX_INTERVAL_S = 5.0
@@ -313,11 +316,14 @@ class Client:
 
     @contextmanager
     def _faults(self, path: str) -> Iterator[None]:
-        request = f"POST {self.url}{path}"
+        request, start = f"POST {self.url}{path}", running_time()
         try:
             yield
         except httpx.TimeoutException as error:
-            raise ServerSilent(
+            # If the whole job was suspended meanwhile, the server was, too. The clock may lag a little.
+            has_waited = running_time() - start >= 0.9 * self._timeout_s
+            is_repeated = path in _REPEATED and isinstance(error, httpx.ReadTimeout)
+            raise (ServerSilent if has_waited or not is_repeated else ServerFault)(
                 f"{request}: no answer within {self._timeout_s:g} s (rollout.server.request_timeout_s, {type(error).__name__})",
                 url=self.url,
             ) from error

@@ -16,7 +16,7 @@ import pytest
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.sampler.vllm import client
-from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame
 from tests.support.faulty_server import answer, draw_group, response
 
@@ -121,7 +121,13 @@ def test_an_answer_without_shares_says_nothing_about_weights(serve: Serve, reply
         serve(200, reply).read_back()
 
 
-def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_still() -> None:
+@pytest.mark.parametrize("fault", [ServerSilent, ServerFault])
+def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_still(
+    fault: type[ServerFault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server counts as silent unless this process stood still, too."""
+    if fault is ServerFault:
+        monkeypatch.setattr("tepo_megatron.sampler.vllm.client.running_time", lambda: 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def begin_an_answer() -> None:
@@ -135,8 +141,9 @@ def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_stil
         server.start()
         client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY, 0.2)
         try:
-            with pytest.raises(ServerSilent, match=r"rollout\.server\.request_timeout_s"):
+            with pytest.raises(fault, match=r"rollout\.server\.request_timeout_s") as raised:
                 client.read_through_cache((1, 5), 4, NINE)
+            assert raised.type is fault
         finally:
             client.close()
             server.join()
