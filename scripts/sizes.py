@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_965,
     "tests, lines": 44_667,
-    "docs and docstrings, words": 110_005,
+    "docs and docstrings, words": 109_999,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,
