@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_965,
-    "tests, lines": 44_667,
+    "package, lines": 52_974,
+    "tests, lines": 44_671,
     "docs and docstrings, words": 109_999,
     "public classes and functions": 881,
     "modules": 273,

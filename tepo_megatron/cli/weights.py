@@ -137,16 +137,25 @@ def _prune_command(
 
 
 def _retained(output: Path, steps: Iterable[int], keep: int, every: int | None) -> set[int]:
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.config.load import load_run
+    import yaml
 
-    file, best = output / "resolved.yaml", None
-    config = load_run(file) if file.is_file() else RunConfig()
-    if config.train.keep_best is not None:
+    from tepo_megatron.config import RunConfig
+    from tepo_megatron.config.train import TrainConfig
+
+    file, best, train = output / "resolved.yaml", None, TrainConfig()
+    if file.is_file():  # of any version, whose plugins may be gone
+        try:
+            written = (yaml.safe_load(file.read_text()) or {}).get("train") or {}
+        except (yaml.YAMLError, AttributeError) as error:
+            raise ValueError(f"{file} is no configuration, and says what the run keeps: {error}; put it back") from error
+        train = TrainConfig.model_validate({key: written.get(key) for key in ("keep_best", "keep_every") if written.get(key)})
+    if train.keep_best is not None:
         from tepo_megatron.run.output.output import Retention
 
-        best = Retention(config.model_copy(update={"output": output}), echo).best(steps)  # a run's folder may be moved
-    return retained(steps, newest=keep, every=config.train.keep_every if every is None else every, best=best)
+        if not (output / "metrics.jsonl").is_file():
+            raise ValueError(f"{output / 'metrics.jsonl'} is missing, which says what train.keep_best keeps; put it back")
+        best = Retention(RunConfig().model_copy(update={"output": output, "train": train}), echo).best(steps)  # it may be moved
+    return retained(steps, newest=keep, every=train.keep_every if every is None else every, best=best)
 
 
 def _parent(folder: Path) -> Path:

@@ -90,7 +90,8 @@ def test_prune_keeps_what_it_and_the_run_are_told_to(
     options: list[str], settings: list[str] | None, kept: list[str], out: Path
 ) -> None:
     if settings is not None:
-        (out / "resolved.yaml").write_text(dump_resolved(load_run(None, ["output=elsewhere", *settings])))
+        written = dump_resolved(load_run(None, ["output=elsewhere", *settings]))
+        (out / "resolved.yaml").write_text(f"{written}\nof_another_version: 1\n")
     rows = [json.dumps({"step": step, "reward/mean": -step}) + "\n" for step in (2, 4, 6)]
     (out / "metrics.jsonl").write_text("".join(rows))
     before = names(out)
@@ -101,6 +102,9 @@ def test_prune_keeps_what_it_and_the_run_are_told_to(
     assert names(out) == kept
     assert said.count("deleted") == len(before) - len(kept)
     assert f"{len(kept)} checkpoints kept" in said
+    if any("keep_best" in setting for setting in settings or ()):
+        (out / "metrics.jsonl").unlink()
+        assert "metrics.jsonl is missing" in run("prune", out, code=1)
 
 
 @pytest.mark.parametrize(
