@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_974,
-    "tests, lines": 44_671,
-    "docs and docstrings, words": 109_999,
+    "package, lines": 52_989,
+    "tests, lines": 44_676,
+    "docs and docstrings, words": 110_000,
     "public classes and functions": 881,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -20,6 +20,7 @@ def pack(
     sampling_masks: bool = True,
     top_tokens: bool = True,
     reward_parts: bool = True,
+    cut_episodes: bool = False,
 ) -> Batch:
     """Packs on the CPU. The label at t is token t + 1. Raises ValueError that names an unsuitable rollout.
 
@@ -61,11 +62,11 @@ def pack(
         groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
         routed_experts_T=_pack_routes(rollouts) if routes else None,
         sampling_mask_T=_pack_masks(rollouts) if sampling_masks else None,
-        reward_parts_SK=_reward_parts_SK(rollouts) if reward_parts else None,
+        reward_parts_SK=_reward_parts_SK(rollouts, cut_episodes) if reward_parts else None,
     )
 
 
-def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
+def _reward_parts_SK(rollouts: Sequence[Rollout], cut_episodes: bool) -> Tensor | None:
     names = max((list(rollout.reward_parts) for rollout in rollouts if rollout.reward_parts), key=len, default=[])
     if not names:
         return None
@@ -73,12 +74,14 @@ def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
     for rollout in rollouts:
         # A failed response that counts as reward.failed_reward does so in every component.
         parts = rollout.reward_parts or dict.fromkeys(names, rollout.reward)
-        if not set(parts) <= set(names):
+        if cut_episodes:  # a limit may end an episode before all of it is rated
+            parts = {**dict.fromkeys(names, 0.0), **parts}
+        if set(parts) != set(names):
             raise ValueError(
                 f"rollout of problem {rollout.problem_id} has the reward's components {', '.join(parts)}, others of the step "
                 f"{', '.join(names)}; a verifier must return the same for every response"
             )
-        rows.append([parts.get(name, 0.0) for name in names])  # a limit may end an episode before it is rated in all
+        rows.append([parts[name] for name in names])
     return torch.tensor(rows, dtype=torch.float32)
 
 

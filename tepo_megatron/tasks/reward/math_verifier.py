@@ -15,7 +15,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.worker_child import running_time
 
 # Of 2e-1 and 2e+1 it is not clear that e is no Euler's number.
-_SCIENTIFIC = re.compile(r"(?<![\w.,}])(?:\d+\.\d*[eE][-+]?\d{1,2}|\d+[eE](?:\d{1,2}|[-+]\d\d))(?!\w|\.\d)")
+_SCIENTIFIC = re.compile(r"(?<![\w.}])(?:\d+\.\d*[eE][-+]?\d{1,2}|\d+[eE](?:\d{1,2}|[-+]\d\d))(?!\w|\.\d)")
 _MOST_NUMBERS = 100  # that are rewritten: math-verify's time grows with the square of the digits
 _SOFT_LIMIT_S = 5  # math-verify's own alarm needs the main thread, where workers run verifiers
 
@@ -56,7 +56,9 @@ def _parse_response(response: str) -> list[Any]:
 
 def _plain(text: str) -> str:
     text = text.replace("−", "-")
-    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text, count=_MOST_NUMBERS)
+    for match in [*_SCIENTIFIC.finditer(text)][: -_MOST_NUMBERS - 1 : -1]:  # the answer stands last
+        text = f"{text[: match.start()]}{Decimal(match[0]):f}{text[match.end() :]}"
+    return text
 
 
 def _more_digits(gold: list[Any]) -> int:

@@ -81,7 +81,9 @@ class PythonTests:
             return text[: first.start()]  # the prompt opened the block, which ends here
         blocks = [(match[1], match[2]) for match in _FENCED.finditer(text)] or [("", text)]
         programs = [_without(indent, block) for indent, block in reversed(blocks)]
-        known = _DEFINED.findall(problem.answer) if entry_point is None else []  # tests may stand behind the program
+        tests = " ".join(problem.metadata.get("tests") or ())  # a response may have its own behind the program
+        called = {name for name in _DEFINED.findall(problem.answer) if re.search(rf"\b{name}\b", tests)}
+        known = called if entry_point is None else ()
         for names in (known, [entry_point]):
             count, program = max(
                 ((sum(_defines(block, name) for name in names), block) for block in programs), key=itemgetter(0)

@@ -158,6 +158,7 @@ class Engine:
                 sampling_masks=truncates,
                 top_tokens=self.config.objective.teacher_top_k > 0,
                 reward_parts=self._reads_parts,
+                cut_episodes=self.config.environment is not None,
             )
             packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
         batch = broadcast(packed, self.platform.device)

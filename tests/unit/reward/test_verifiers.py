@@ -156,6 +156,8 @@ def score(response: str) -> float | None:
         ("2e-1", r"\boxed{-1+2e}", True),  # and it is here
         (r"\frac{2e+1}{3}", r"\boxed{\frac{1+2e}{3}}", True),
         ("5", "1e99 " * 2000, False),  # in time
+        ("100000", "7.5e3 " * 200 + r"\boxed{1e5}", True),
+        ("(100000,200000)", r"\boxed{(1e5,2e5)}", True),
         (r"1.6 \times 10^{-19}", r"\boxed{9.1 \times 10^{-31}}", False),
         (r"1.6 \times 10^{-19}", r"\boxed{1.6e-19}", True),
         ("0.0000012", r"\boxed{0.000001}", False),

@@ -91,12 +91,15 @@ def test_select_is_packing_the_selected(sampled: list[Rollout], data: st.DataObj
 
 
 def test_components_are_columns_in_the_order_of_the_first_that_has_all() -> None:
-    parts: list[dict[str, float]] = [{}, {"b": 1.0, "a": 2.0}, {"a": 4.0, "b": 3.0}, {"a": 5.0}]
+    parts: list[dict[str, float]] = [{}, {"b": 1.0, "a": 2.0}, {"a": 4.0, "b": 3.0}]
     sampled = [replace(rollout([5], [6, 7], reward=-1.0), reward_parts=each) for each in parts]
     batch = pack(sampled)
     assert batch.reward_parts_SK is not None
     # The first has none: it failed, and counts as reward.failed_reward in each.
-    assert batch.reward_parts_SK.tolist() == [[-1.0, -1.0], [1.0, 2.0], [3.0, 4.0], [0.0, 5.0]]
+    assert batch.reward_parts_SK.tolist() == [[-1.0, -1.0], [1.0, 2.0], [3.0, 4.0]]
+    cut = pack([replace(sampled[0], reward_parts={"a": 5.0}), *sampled], cut_episodes=True).reward_parts_SK
+    assert cut is not None
+    assert cut.tolist() == [[0.0, 5.0], *batch.reward_parts_SK.tolist()]
     assert pack(sampled[:1]).reward_parts_SK is None
     mixed = [*sampled, replace(sampled[0], reward_parts={"c": 1.0})]
     with pytest.raises(ValueError, match=r"problem p0 has the reward's components c, others of the step b, a"):
