@@ -137,17 +137,15 @@ def _prune_command(
 
 
 def _retained(output: Path, steps: Iterable[int], keep: int, every: int | None) -> set[int]:
-    import yaml
-
     from tepo_megatron.config import RunConfig
+    from tepo_megatron.config.base import read_yaml
     from tepo_megatron.config.train import TrainConfig
 
     file, best, train = output / "resolved.yaml", None, TrainConfig()
     if file.is_file():  # of any version, whose plugins may be gone
-        try:
-            written = (yaml.safe_load(file.read_text()) or {}).get("train") or {}
-        except (yaml.YAMLError, AttributeError) as error:
-            raise ValueError(f"{file} is no configuration, and says what the run keeps: {error}; put it back") from error
+        written = read_yaml(file)
+        if not isinstance(written, dict) or not isinstance(written := written.get("train", {}), dict):
+            raise ValueError(f"{file} is no configuration of a run, and says what the run keeps; put it back")
         train = TrainConfig.model_validate({key: written.get(key) for key in ("keep_best", "keep_every") if written.get(key)})
     if train.keep_best is not None:
         from tepo_megatron.run.output.output import Retention
