@@ -14,7 +14,7 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import EntropyBonus
 from tepo_megatron.core.objective.advantage import advantages, token_advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
-from tepo_megatron.core.objective.ratio import LARGEST, length_factor, sampler_weights, sequence_sum
+from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 from tepo_megatron.core.types import Batch, Checks, ObjectiveOutput, TokenScores, count_moves
@@ -290,7 +290,7 @@ def _measure(
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """KL(π_θ‖π_old) is r δ − r + 1; the mismatch is KL(sampler‖π_old) by k3."""
     mask_T = values.mask_T
-    kl_T = kl_estimate(values.delta_T, "k3") * values.delta_T.clamp(-LARGEST, LARGEST).exp()
+    kl_T = kl_estimate(values.delta_T, "k3") * values.importance_T
 
     metrics = {
         "ratio/mean": _over(mask_T, ratio_T),
@@ -328,7 +328,7 @@ def _from_teacher(values: TokenValues) -> Tensor | None:
         return values.divergence_T.detach()
     if values.teacher_delta_T is None:
         return None
-    return (kl_estimate(values.teacher_delta_T, "k3") * values.delta_T.clamp(-LARGEST, LARGEST).exp()).detach()
+    return (kl_estimate(values.teacher_delta_T, "k3") * values.importance_T).detach()
 
 
 @torch.no_grad()

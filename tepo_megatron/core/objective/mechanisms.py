@@ -23,8 +23,8 @@ from tepo_megatron.config.objective.terms import (
     Rejection,
     SecondMomentMask,
 )
-from tepo_megatron.core.objective.ratio import LARGEST, over_sequence
-from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
+from tepo_megatron.core.objective.ratio import over_sequence
+from tepo_megatron.core.objective.values import LARGEST, StepValues, TokenValues, check_custom
 
 
 class _Mechanism(NamedTuple):
@@ -55,7 +55,7 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
     if term.weight == "importance":
-        ratio_T = values.delta_T.clamp(-LARGEST, LARGEST).exp()
+        ratio_T = values.importance_T
         if term.estimator == "k3":  # beyond its bound it has no gradient that would cancel the ratio's
             ratio_T = torch.where(difference_T < -LARGEST, ratio_T.detach(), ratio_T)
         value_T = value_T * ratio_T

@@ -10,9 +10,6 @@ from tepo_megatron.config.objective.custom import OwnMismatch, OwnRatio
 from tepo_megatron.config.objective.terms import Level, Mismatch
 from tepo_megatron.core.objective.values import TokenValues, check_custom
 
-# Bounds logarithms of ratios: exp, and its sum over a million tokens, stay finite in fp32, and its gradient is not 0 · ∞.
-LARGEST = 60.0
-
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
     # A GPU adds in any order: in fp32 the ranks of a tensor-parallel group could differ by a bit, and so about what is clipped.

@@ -11,8 +11,8 @@ from torch import Tensor
 from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip, TrustRegion
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.ratio import LARGEST, length_factor, policy_log_ratio
-from tepo_megatron.core.objective.values import TokenValues, check_custom
+from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
+from tepo_megatron.core.objective.values import LARGEST, TokenValues, check_custom
 from tepo_megatron.core.types import bound_for_share
 
 

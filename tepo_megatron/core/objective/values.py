@@ -13,6 +13,9 @@ from torch import Tensor
 
 from tepo_megatron.config.objective.custom import CustomKind
 
+# Bounds logarithms of ratios: exp, and its sum over a million tokens, stay finite in fp32, and its gradient is not 0 · ∞.
+LARGEST = 60.0
+
 
 @dataclass(frozen=True)
 class StepValues:
@@ -60,6 +63,10 @@ class TokenValues:
     covariance_T: Tensor
     lengths_S: Tensor
     """Response tokens, floating point."""
+
+    @property
+    def importance_T(self) -> Tensor:
+        return self.delta_T.clamp(-LARGEST, LARGEST).exp()
 
 
 def check_custom(kind: CustomKind, result: Any, method: str, like: Tensor, unit: str = "token") -> Tensor:
