@@ -66,21 +66,14 @@ class WorkerProcess:
         try:
             while remaining:
                 written = self._stdin.write(remaining)  # None if the pipe is full
-                if written is None and not self._has_room(max(0.0, deadline - running_time())):
+                if written is None and not _is_ready(self._stdin, select.POLLOUT, max(0.0, deadline - running_time())):
                     return
                 remaining = remaining[written or 0 :]
         except BrokenPipeError:
             return
 
-    def _has_room(self, timeout_s: float) -> bool:
-        waits = select.poll()  # select() takes no number above 1023
-        waits.register(self._stdin, select.POLLOUT)
-        return bool(waits.poll(1000 * timeout_s))
-
     def _has_data(self, timeout_s: float) -> bool:
-        waits = select.poll()
-        waits.register(self, select.POLLIN)
-        return bool(waits.poll(1000 * timeout_s))
+        return _is_ready(self._stdout, select.POLLIN, timeout_s)
 
     def receive(self) -> list[Any]:
         """Blocks until complete lines or a part arrive. Raises EOFError, or ValueError for a line that is not JSON."""
@@ -119,6 +112,12 @@ class WorkerProcess:
 
 
 _POLL_INTERVAL_S = 0.005
+
+
+def _is_ready(file: Any, event: int, timeout_s: float) -> bool:
+    waits = select.poll()  # select() takes no number above 1023
+    waits.register(file, event)
+    return bool(waits.poll(1000 * timeout_s))
 
 
 class _ForkedProcess:
