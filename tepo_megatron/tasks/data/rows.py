@@ -81,8 +81,8 @@ class DataFiles:
             return
         read = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}[self.format]
         for path in self.paths:
-            file = path.stem if len(self.paths) > 1 else ""
-            yield from (replace(row, file=file) for row in read(path))
+            rows = read(path)
+            yield from rows if len(self.paths) == 1 else (replace(row, file=path.stem) for row in rows)
 
     def _arrow_rows(self) -> Iterator[DataRow]:
         import pyarrow.ipc
