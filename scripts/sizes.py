@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_987,
+    "package, lines": 52_985,
     "tests, lines": 44_676,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 881,

@@ -146,7 +146,7 @@ def _retained(output: Path, steps: Iterable[int], keep: int, every: int | None) 
         written = read_yaml(file)
         if not isinstance(written, dict) or not isinstance(written := written.get("train", {}), dict):
             raise ValueError(f"{file} is no configuration of a run, and says what the run keeps; put it back")
-        train = TrainConfig.model_validate({key: written.get(key) for key in ("keep_best", "keep_every") if written.get(key)})
+        train = TrainConfig.model_validate({key: written[key] for key in ("keep_best", "keep_every") if key in written})
     if train.keep_best is not None:
         from tepo_megatron.run.output.output import Retention
 

@@ -255,14 +255,9 @@ class GroupBuffer:
             # At once: the draw must not depend on how many groups were decided meanwhile.
             self._draw_missing()
             filters = self._rollout.filter_groups
+            most = filters.max_batches * self._size if filters else 0
             is_refused = bool(self.filtered) and self.filtered[-1] is group
-            if (
-                self.window
-                and filters
-                and is_refused
-                and not self.is_full
-                and len(self.filtered) >= filters.max_batches * self._size
-            ):
+            if self.window and is_refused and not self.is_full and len(self.filtered) >= most:
                 raise RuntimeError(self._why_never_filled())
             self.changed.notify_all()
 

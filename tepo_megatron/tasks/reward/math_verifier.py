@@ -72,8 +72,7 @@ def _more_digits(gold: list[Any]) -> int:
 
 
 def _parse_gold(answer: str) -> list[object]:
-    answer = _plain(answer)
-    answer = answer.replace("\\$", "")  # currency signs, not the signs around LaTeX
+    answer = _plain(answer).replace("\\$", "")  # currency signs, not the signs around LaTeX
     text = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     gold: list[object] = parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
     if not gold:

@@ -16,10 +16,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +84,8 @@ class PythonTests:
         called = {name for name in _DEFINED.findall(problem.answer) if re.search(rf"\b{name}\b", tests)}
         known = called if entry_point is None else ()
         for names in (known, [entry_point]):
-            count, program = max(
-                ((sum(_defines(block, name) for name in names), block) for block in programs), key=itemgetter(0)
-            )
-            if count:
+            program = max(programs, key=partial(_count_defined, names))
+            if _count_defined(names, program):
                 return program
         lines = blocks[-1][1].splitlines(keepends=True)
         body = takewhile(lambda line: not line.strip() or line[0] in " \t", lines)  # indented
@@ -99,6 +96,10 @@ def _without(indent: str, block: str) -> str:
     lines = block.splitlines(keepends=True)
     whole = all(line.startswith(indent) for line in lines if line.strip())
     return "".join(line.removeprefix(indent) for line in lines) if whole else block
+
+
+def _count_defined(names: Collection[Any], program: str) -> int:
+    return sum(_defines(program, name) for name in names)
 
 
 def _defines(program: str, name: Any) -> bool:
