@@ -13,7 +13,7 @@ ExecutorName = Literal["slurm", "local", "docker", "skypilot", "dgxcloud", "lept
 _ONLY_SLURM = ("account", "partition", "time_limit", "max_requeues", "sbatch", "ssh", "ssh_identity", "spare_nodes")
 
 
-class SkypilotConfig(Section):
+class _SkypilotConfig(Section):
     """``cluster.mounts`` are bucket:target."""
 
     infra: str
@@ -26,7 +26,7 @@ class SkypilotConfig(Section):
     """Machines are given up so long after the job."""
 
 
-class DgxCloudConfig(Section):
+class _DgxCloudConfig(Section):
     """Run:ai. ``cluster.mounts`` are claim:target. The secret is the variable DGXCLOUD_CLIENT_SECRET."""
 
     base_url: str
@@ -42,7 +42,7 @@ class DgxCloudConfig(Section):
     """Charged project."""
 
 
-class LeptonConfig(Section):
+class _LeptonConfig(Section):
     """``cluster.mounts`` are path:target, on ``storage``."""
 
     node_group: str
@@ -58,7 +58,7 @@ class LeptonConfig(Section):
     """Names."""
 
 
-class KubernetesConfig(Section):
+class _KubernetesConfig(Section):
     """A TrainJob of Kubeflow Trainer 2. ``cluster.mounts`` are claim:target."""
 
     namespace: str = "default"
@@ -78,10 +78,10 @@ class KubernetesConfig(Section):
 
 
 _SECTIONS: dict[str, type[Section]] = {
-    "skypilot": SkypilotConfig,
-    "dgxcloud": DgxCloudConfig,
-    "lepton": LeptonConfig,
-    "kubernetes": KubernetesConfig,
+    "skypilot": _SkypilotConfig,
+    "dgxcloud": _DgxCloudConfig,
+    "lepton": _LeptonConfig,
+    "kubernetes": _KubernetesConfig,
 }
 
 
@@ -193,17 +193,21 @@ class ClusterConfig(Section):
     setup: tuple[str, ...] = ()
     """Shell commands run first on nodes, such as ``module load cuda``."""
 
-    skypilot: SkypilotConfig | None = None
+    skypilot: _SkypilotConfig | None = None
     """For ``executor: skypilot``."""
 
-    dgxcloud: DgxCloudConfig | None = None
+    dgxcloud: _DgxCloudConfig | None = None
     """For ``executor: dgxcloud``."""
 
-    lepton: LeptonConfig | None = None
+    lepton: _LeptonConfig | None = None
     """For ``executor: lepton``."""
 
-    kubernetes: KubernetesConfig | None = None
+    kubernetes: _KubernetesConfig | None = None
     """For ``executor: kubernetes``."""
+
+    @property
+    def train_job(self) -> _KubernetesConfig:
+        return self.kubernetes or _KubernetesConfig()
 
     @property
     def is_one_machine(self) -> bool:

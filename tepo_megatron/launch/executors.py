@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from tepo_megatron.config import ClusterConfig, RunConfig
-from tepo_megatron.config.cluster import KubernetesConfig
 from tepo_megatron.launch.job import Job, Role
 from tepo_megatron.runtime.proc import Process
 
@@ -141,7 +140,7 @@ def _lepton(config: RunConfig, job: str) -> dict[str, Any]:
 
 
 def _kubernetes(config: RunConfig, job: str) -> dict[str, Any]:
-    cluster, section = config.cluster, config.cluster.kubernetes or KubernetesConfig()
+    cluster, section = config.cluster, config.cluster.train_job
     claims = dict.fromkeys(source for source, _ in _mounts(cluster))
     volumes: list[dict[str, Any]] = [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in claims]
     volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})  # a pod has 64 MiB
