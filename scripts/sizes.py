@@ -24,7 +24,7 @@ LIMITS = {
     "package, lines": 52_988,
     "tests, lines": 44_676,
     "docs and docstrings, words": 110_000,
-    "public classes and functions": 877,
+    "public classes and functions": 875,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

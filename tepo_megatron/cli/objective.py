@@ -18,7 +18,7 @@ from typer import Argument, Option
 from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomKind, Plugin, kinds_of, load_plugin
-from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset, find_preset, is_preset_file
+from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.runtime.text import echo
 
@@ -294,7 +294,7 @@ _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
 
 
 def _find_preset(name: str) -> Preset | None:
-    return find_preset(name) if is_preset_file(name) or name in PRESETS else None
+    return Preset.find(name) if Preset.is_file(name) or name in PRESETS else None
 
 
 def _find_plugin(name: str) -> Plugin:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.objective.custom import load_plugin
-from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, find_preset
+from tepo_megatron.config.objective.presets import LARGEST_FILE, Preset, beside
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.paths import FilePaths, absolute
 from tepo_megatron.config.run import RunConfig
@@ -96,7 +96,7 @@ def _merged(sections: list[dict[str, Any]]) -> dict[str, Any]:
 
 def load_objective(preset: str) -> ObjectiveConfig:
     """``preset`` is a name or a file. Raises ConfigError with all problems, and ValueError if there is no such preset."""
-    find_preset(preset)
+    Preset.find(preset)
     try:
         return ObjectiveConfig(preset=preset)
     except ValidationError as error:
@@ -111,7 +111,7 @@ def _named_plugins(values: Any) -> tuple[str, ...]:
         return ()
     listed = raw.get("plugins")
     try:
-        plugins = (*find_preset(raw.get("preset", "tepo")).plugins, *(listed if isinstance(listed, list | tuple) else ()))
+        plugins = (*Preset.find(raw.get("preset", "tepo")).plugins, *(listed if isinstance(listed, list | tuple) else ()))
         return tuple(dict.fromkeys(load_plugin(str(item)).name for item in plugins))
     except ValueError:
         return ()

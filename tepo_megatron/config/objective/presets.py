@@ -22,6 +22,27 @@ class Preset(NamedTuple):
     base: str | None = None  # built-in preset under the file
     plugins: tuple[str, ...] = ()  # of the file: absolute paths, or module names
 
+    @classmethod
+    def find(cls, name: Any) -> Preset:
+        """A file has the keys of ``objective``, and ``formula`` and ``source`` as text. Raises ValueError.
+
+        Its ``preset`` is the one below (``tepo``); ``plugins`` are relative to the file.
+        """
+        if isinstance(name, str) and cls.is_file(name):
+            return _read_preset(name)
+        if not isinstance(name, str) or name not in PRESETS:
+            text = str(name)  # one whose letters are in another order is nearer
+            nearest = max(PRESETS, key=lambda key: (SequenceMatcher(None, text, key).ratio(), sorted(text) == sorted(key)))
+            raise ValueError(
+                f"objective.preset = {text[:60]!r} is unknown; the nearest is {nearest!r}. Known: {', '.join(PRESETS)}, or a "
+                "file of your own, my_preset.yaml"
+            )
+        return PRESETS[name]
+
+    @staticmethod
+    def is_file(name: str) -> bool:
+        return name.endswith(_SUFFIXES)
+
 
 _SHIPPED: Mapping[str, Mapping[str, Preset]] = {
     kind: {name: Preset(entry.pop("source"), entry.pop("formula"), entry) for name, entry in entries.items()}
@@ -34,27 +55,6 @@ PRESETS = _SHIPPED["presets"]
 CORRECTIONS = _SHIPPED["corrections"]
 
 _SUFFIXES = (".yaml", ".yml")
-
-
-def find_preset(name: Any) -> Preset:
-    """A file has the keys of ``objective``, and ``formula`` and ``source`` as text. Raises ValueError.
-
-    Its ``preset`` is the one below (``tepo``); ``plugins`` are relative to the file.
-    """
-    if isinstance(name, str) and is_preset_file(name):
-        return _read_preset(name)
-    if not isinstance(name, str) or name not in PRESETS:
-        text = str(name)  # one whose letters are in another order is nearer
-        nearest = max(PRESETS, key=lambda known: (SequenceMatcher(None, text, known).ratio(), sorted(text) == sorted(known)))
-        raise ValueError(
-            f"objective.preset = {text[:60]!r} is unknown; the nearest is {nearest!r}. Known: {', '.join(PRESETS)}, or a "
-            "file of your own, my_preset.yaml"
-        )
-    return PRESETS[name]
-
-
-def is_preset_file(name: str) -> bool:
-    return name.endswith(_SUFFIXES)
 
 
 def _read_preset(name: str) -> Preset:

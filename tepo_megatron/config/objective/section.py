@@ -21,7 +21,7 @@ from tepo_megatron.config.objective.choices import (
     TrustRegion,
 )
 from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin, load_plugin
-from tepo_megatron.config.objective.presets import PRESETS, find_preset
+from tepo_megatron.config.objective.presets import PRESETS, Preset
 from tepo_megatron.config.objective.terms import (
     KL,
     Distill,
@@ -124,7 +124,7 @@ class ObjectiveConfig(Section):
         if not isinstance(raw, Mapping):
             return raw
         name = raw.get("preset", "tepo")
-        preset = find_preset(name)
+        preset = Preset.find(name)
         base = preset.base or name
         defaults = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
         merged = merge_sections({key: section.model_dump() for key, section in defaults.items()}, PRESETS[base].changes)
