@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import CustomKind, Plugin, kinds_of, load_plugin
+from tepo_megatron.config.objective.custom import CustomKind, CustomSlot, Plugin
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.runtime.text import echo
@@ -302,7 +302,7 @@ def _find_plugin(name: str) -> Plugin:
         raise ValueError(
             f"{name} is no preset; there are {', '.join(PRESETS)}, or give a file: my_preset.yaml, my_objective.py"
         )
-    return load_plugin(name)
+    return Plugin.load(name)
 
 
 def _kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
@@ -333,7 +333,7 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
 def _notes_on(plugins: Iterable[str]) -> list[str]:
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"
+        "from tepo_megatron.config.objective.custom import Plugin; Plugin.load(sys.argv[1])"
     )
     result = []
     for plugin in plugins:
@@ -348,7 +348,7 @@ def _notes_on(plugins: Iterable[str]) -> list[str]:
 
 def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
     required = [name for name, field in kind.model_fields.items() if field.is_required()]
-    kinds_of((plugin.name,), kind.slot)
+    CustomSlot(kind.slot).kinds((plugin.name,))
     problems: Sequence[Any] = ()
     for value in _TRIED:
         section = {"kind": kind.kind_name(), **dict.fromkeys(required, value)}

@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section, merge_sections
-from tepo_megatron.config.objective.custom import load_plugin
+from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.config.objective.presets import LARGEST_FILE, Preset, beside
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.paths import FilePaths, absolute
@@ -112,7 +112,7 @@ def _named_plugins(values: Any) -> tuple[str, ...]:
     listed = raw.get("plugins")
     try:
         plugins = (*Preset.find(raw.get("preset", "tepo")).plugins, *(listed if isinstance(listed, list | tuple) else ()))
-        return tuple(dict.fromkeys(load_plugin(str(item)).name for item in plugins))
+        return tuple(dict.fromkeys(Plugin.load(str(item)).name for item in plugins))
     except ValueError:
         return ()
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tepo_megatron.config.base import SchemaGenerator, Section
-from tepo_megatron.config.objective.custom import load_plugin, plugin_schemas
+from tepo_megatron.config.objective.custom import CustomSlot, Plugin
 from tepo_megatron.config.peers import peer_hint
 from tepo_megatron.config.run import RunConfig
 
@@ -57,7 +57,7 @@ _PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
 @contextmanager
 def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
     """The schema then includes the kinds of ``objective.plugins``."""
-    token = _PLUGINS.set(tuple(load_plugin(plugin).name for plugin in plugins))
+    token = _PLUGINS.set(tuple(Plugin.load(plugin).name for plugin in plugins))
     try:
         yield
     finally:
@@ -66,13 +66,13 @@ def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
 
 def json_schema() -> Node:
     """For a run's YAML (draft 2020-12)."""
-    return _schema(tuple((name, load_plugin(name).digest) for name in _PLUGINS.get()))
+    return _schema(tuple((name, Plugin.load(name).digest) for name in _PLUGINS.get()))
 
 
 @cache
 def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
     schema = RunConfig.model_json_schema(schema_generator=SchemaGenerator)
-    added = plugin_schemas([name for name, _ in plugins])
+    added = CustomSlot.schemas([name for name, _ in plugins])
     schema["$defs"] |= added.pop("$defs")
     fields = schema["$defs"]["ObjectiveConfig"]["properties"]
     for slot, node in added.items():

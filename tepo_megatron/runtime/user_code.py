@@ -77,13 +77,15 @@ def _execute(name: str, loader: SourceFileLoader) -> ModuleType:
 
 @dataclass(frozen=True)
 class _UserModule:
+    place: str
+    """``/path/of/file.py`` or ``package.module``."""
+
     module: ModuleType
     digest: str
     """16 hexadecimal digits; for a package, of all its Python files."""
 
 
-def locate_user_module(name: str, what: str) -> str:
-    """Returns ``/path/of/file.py`` or ``package.module``, not imported."""
+def _locate_user_module(name: str, what: str) -> str:
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
@@ -98,7 +100,7 @@ def load_user_module(name: str, what: str) -> _UserModule:
     """Imports a file, by exactly the digest's bytes, or an installed module. Searches neither its
     neighbours nor the current folder.
     """
-    place = locate_user_module(name, what)
+    place = _locate_user_module(name, what)
     try:
         return _import_bytes(Path(place)) if place.endswith(".py") else _import_installed(place)
     except (Exception, SystemExit) as error:
@@ -126,7 +128,7 @@ def _import_bytes(path: Path) -> _UserModule:
         return known
     spelled = "".join(character if character.isalnum() else "_" for character in path.stem)
     name = f"user_module_{spelled}_{digest}_{len(_IMPORTED)}"
-    _IMPORTED[str(path), digest] = _UserModule(_execute(name, _Bytes(name, str(path), data)), digest)
+    _IMPORTED[str(path), digest] = _UserModule(str(path), _execute(name, _Bytes(name, str(path), data)), digest)
     return _IMPORTED[str(path), digest]
 
 
@@ -139,7 +141,7 @@ def _import_installed(name: str) -> _UserModule:
     hashed = hashlib.sha256()
     for file in files:
         hashed.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return _UserModule(module, hashed.hexdigest()[:16])
+    return _UserModule(name, module, hashed.hexdigest()[:16])
 
 
 @contextmanager

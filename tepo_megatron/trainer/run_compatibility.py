@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.objective.custom import load_plugin
+from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.reward import AgentConfig, EnvironmentConfig
 from tepo_megatron.versions import installed_version
@@ -110,7 +110,7 @@ def _teacher_digests(config: RunConfig) -> dict[str, str | None]:
 
 
 def plugin_digests(config: RunConfig) -> dict[str, str]:
-    return {PurePath(plugin.name).name: plugin.digest for plugin in map(load_plugin, config.objective.plugins)}
+    return {PurePath(plugin.name).name: plugin.digest for plugin in map(Plugin.load, config.objective.plugins)}
 
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:

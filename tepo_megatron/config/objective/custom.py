@@ -7,13 +7,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 from tepo_megatron.config.base import SchemaGenerator, Section
-from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
+from tepo_megatron.runtime.user_code import load_user_module
 
 Need = Literal["reference", "teacher", "divergence", "entropy_slope", "entropy_gradient", "entropy_noise", "reward_parts"]
 """``reference``: log-probs of a frozen copy of the first weights. ``teacher``: those of a teacher. ``divergence``:
@@ -217,24 +217,23 @@ class Plugin:
 
     kinds: tuple[type[CustomKind], ...]  # in order of definition
 
-
-def load_plugin(name: str) -> Plugin:
-    """Imports ``path/file.py`` or a module. Raises ValueError if that fails, or a kind is missing or incomplete."""
-    where = f"objective.plugins: {name}"
-    place = locate_user_module(name, "objective.plugins")
-    loaded = load_user_module(place, "objective.plugins")
-    classes = [value for value in vars(loaded.module).values() if isinstance(value, type) and issubclass(value, CustomKind)]
-    kinds = tuple(
-        kind
-        for kind in dict.fromkeys(classes)
-        if not kind.__module__.startswith("tepo_megatron.") and not kind.__name__.startswith("_")  # _: the user's own base
-    )
-    if not kinds:
-        bases = ", ".join(base.__name__ for base in _BASES)
-        raise ValueError(f"{where} defines no kind; a kind is a subclass of one of {bases} (docs/guides/own-objective.md)")
-    for kind in kinds:
-        _check_kind(kind, where)
-    return Plugin(place, loaded.digest, kinds)
+    @classmethod
+    def load(cls, name: str) -> Self:
+        """Imports ``path/file.py`` or a module. Raises ValueError if that fails, or a kind is missing or incomplete."""
+        where = f"objective.plugins: {name}"
+        loaded = load_user_module(name, "objective.plugins")
+        classes = [value for value in vars(loaded.module).values() if isinstance(value, type) and issubclass(value, CustomKind)]
+        kinds = tuple(
+            kind
+            for kind in dict.fromkeys(classes)
+            if not kind.__module__.startswith("tepo_megatron.") and not kind.__name__.startswith("_")  # _: the user's own base
+        )
+        if not kinds:
+            bases = ", ".join(base.__name__ for base in _BASES)
+            raise ValueError(f"{where} defines no kind; a kind is a subclass of one of {bases} (docs/guides/own-objective.md)")
+        for kind in kinds:
+            _check_kind(kind, where)
+        return cls(loaded.place, loaded.digest, kinds)
 
 
 def _check_kind(kind: type[CustomKind], where: str) -> None:
@@ -254,27 +253,39 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
 _BUILTIN: dict[str, tuple[type[ObjectiveSection], ...]] = {}
 
 
-def kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[ObjectiveSection], ...]:
-    """With the built-in ones. Raises ValueError if two have one name."""
-    owners = {kind.kind_name(): "the package" for kind in _BUILTIN[slot]}
-    kinds: list[type[ObjectiveSection]] = list(_BUILTIN[slot])
-    for plugin in map(load_plugin, plugins):
-        for kind in (item for item in plugin.kinds if item.slot == slot):
-            name = kind.kind_name()
-            if owner := owners.get(name):
-                raise ValueError(
-                    f"objective.plugins: {plugin.name} and {owner} both have a kind {name!r} of objective.{slot}; rename one"
-                )
-            owners[name] = plugin.name
-            kinds.append(kind)
-    return tuple(kinds)
-
-
 @dataclass(frozen=True)
 class CustomSlot:
     """Annotates a field below ``objective`` that also accepts custom kinds."""
 
     slot: str
+
+    def kinds(self, plugins: Sequence[str]) -> tuple[type[ObjectiveSection], ...]:
+        """With the built-in ones. Raises ValueError if two have one name."""
+        owners = {kind.kind_name(): "the package" for kind in _BUILTIN[self.slot]}
+        kinds: list[type[ObjectiveSection]] = list(_BUILTIN[self.slot])
+        for plugin in map(Plugin.load, plugins):
+            for kind in (item for item in plugin.kinds if item.slot == self.slot):
+                name = kind.kind_name()
+                if owner := owners.get(name):
+                    raise ValueError(
+                        f"objective.plugins: {plugin.name} and {owner} both have a kind {name!r} of objective.{self.slot}; "
+                        "rename one"
+                    )
+                owners[name] = plugin.name
+                kinds.append(kind)
+        return tuple(kinds)
+
+    @classmethod
+    def schemas(cls, plugins: Sequence[str]) -> dict[str, Any]:
+        """JSON schemas, with ``$defs``, of the fields with kinds of these plugins."""
+        schemas: dict[str, Any] = {"$defs": {}}
+        for slot, builtin in _BUILTIN.items():
+            kinds = cls(slot).kinds(plugins)
+            if kinds != builtin:
+                node = _adapter(kinds).json_schema(ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator)
+                schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}
+                schemas[slot] = node
+        return schemas
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = [member for member in (get_args(source) or (source,)) if not issubclass(member, CustomKind)]
@@ -288,7 +299,7 @@ class CustomSlot:
                         f"{type(value).__name__} is a kind of objective.{value.slot}, not of objective.{self.slot}"
                     )
                 return value
-            kinds = kinds_of(info.data.get("plugins", ()), self.slot)
+            kinds = self.kinds(info.data.get("plugins", ()))
             if len(kinds) > len(members):
                 return _adapter(kinds).validate_python(value)
             if not members:
@@ -303,18 +314,6 @@ class CustomSlot:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return dict(handler(schema["schema"])) or {"type": "object", "additionalProperties": False}
-
-
-def plugin_schemas(plugins: Sequence[str]) -> dict[str, Any]:
-    """JSON schemas, with ``$defs``, of the fields with kinds of these plugins."""
-    schemas: dict[str, Any] = {"$defs": {}}
-    for slot, builtin in _BUILTIN.items():
-        kinds = kinds_of(plugins, slot)
-        if kinds != builtin:
-            node = _adapter(kinds).json_schema(ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator)
-            schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}
-            schemas[slot] = node
-    return schemas
 
 
 @cache

@@ -20,7 +20,7 @@ from tepo_megatron.config.objective.choices import (
     TokenRatio,
     TrustRegion,
 )
-from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin, load_plugin
+from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin
 from tepo_megatron.config.objective.presets import PRESETS, Preset
 from tepo_megatron.config.objective.terms import (
     KL,
@@ -136,12 +136,12 @@ class ObjectiveConfig(Section):
                     merged[key] = {"kind": kind, **merged[key]}
         plugins = raw.get("plugins", ())
         if isinstance(plugins, list | tuple) and all(isinstance(item, str) for item in plugins):
-            used = [item for item in preset.plugins if _uses(load_plugin(item), merged)]
-            merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(item).name for item in plugins)]))
+            used = [item for item in preset.plugins if _uses(Plugin.load(item), merged)]
+            merged["plugins"] = tuple(dict.fromkeys([*used, *(Plugin.load(item).name for item in plugins)]))
         return {**merged, "preset": base}
 
     def _faults(self) -> Iterator[str]:
-        for plugin in map(load_plugin, self.plugins):
+        for plugin in map(Plugin.load, self.plugins):
             if not _uses(plugin, self.model_dump()):
                 kinds = ", ".join(f"objective.{kind.slot}.kind = {kind.kind_name()}" for kind in plugin.kinds)
                 yield f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"

@@ -19,7 +19,7 @@ import numpy as np
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.load import load_objective, load_run
-from tepo_megatron.config.objective.custom import load_plugin
+from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples, read_metrics
@@ -370,7 +370,7 @@ def _preset(folder: Path, random: Hostile) -> None:
     )
     (folder / "a.py").write_bytes(random.damaged(b"from tepo_megatron import OwnRatio\n"))
     with refusable():
-        load_plugin(str(folder / "a.py"))
+        Plugin.load(str(folder / "a.py"))
     load_objective(str(folder / "a.yaml"))
 
 

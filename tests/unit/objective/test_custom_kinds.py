@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.config.objective.custom import load_plugin
+from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 from tepo_megatron.core.objective.compose import build_objective
@@ -109,10 +109,10 @@ def test_what_it_imports_beside_it_or_in_the_current_folder_is_not_found(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
     with pytest.raises(ValueError, match="No module named 'beside'; what it imports has to be installed"):
-        load_plugin(str(path))
+        Plugin.load(str(path))
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])  # as python -m does
     with pytest.raises(ValueError, match="importing beside raised ModuleNotFoundError: No module named 'beside'"):
-        load_plugin("beside")
+        Plugin.load("beside")
 
 
 def test_an_installed_module_is_a_plugin_by_its_name(tmp_path, monkeypatch):
@@ -122,9 +122,9 @@ def test_an_installed_module_is_a_plugin_by_its_name(tmp_path, monkeypatch):
     config = ObjectiveConfig(preset="grpo", plugins=["installed_kinds"], trust_region={"kind": "mine", "tau": 2.0})
     assert config.plugins == ("installed_kinds",)
     assert config.trust_region.model_dump()["tau"] == 2.0
-    before = load_plugin("installed_kinds").digest
+    before = Plugin.load("installed_kinds").digest
     inner.write_text(MINE + "# another\n")
-    assert load_plugin("installed_kinds").digest != before
+    assert Plugin.load("installed_kinds").digest != before
 
 
 RUN = "objective:\n  preset: grpo\n  plugins: [mine.py]\n  trust_region: {kind: mine, tau: 2.0}\n"
