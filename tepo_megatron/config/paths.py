@@ -58,7 +58,7 @@ def paths_in(values: Any) -> dict[str, str]:
     return result
 
 
-def is_relative(path: str) -> bool:
+def _is_relative(path: str) -> bool:
     return not path.startswith((BUILTIN, HUB, "/", "~", "${"))
 
 
@@ -66,14 +66,14 @@ def absolute(values: Any) -> Any:
     """For what another process reads, or reads later, in whatever folder it is."""
 
     def change(_: str, path: str) -> str:
-        return _clean(Path(path).expanduser()) if is_relative(path) or path.startswith("~") else path
+        return _clean(Path(path).expanduser()) if _is_relative(path) or path.startswith("~") else path
 
     return _with_paths(values, change)
 
 
 def seen_from(values: Any, folder: Path) -> Any:
     """Makes paths relative to ``folder``, for a file there."""
-    return _with_paths(values, lambda _, path: os.path.relpath(path, folder) if is_relative(path) else path)
+    return _with_paths(values, lambda _, path: os.path.relpath(path, folder) if _is_relative(path) else path)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class FilePaths:
 
     def of_file(self, values: Any, file: Path) -> Any:
         def change(_: str, path: str) -> str:
-            if not is_relative(path):
+            if not _is_relative(path):
                 return path
             result = _from_here(file.parent / path)
             self._written[result] = (path, file)
@@ -94,7 +94,7 @@ class FilePaths:
 
     def misplaced(self, config: Section, file: Path) -> list[str]:
         """Returns a sentence for each path that is missing, and would not be by the other rule. ``file``: the run's."""
-        paths = {name: path for name, path in paths_in(config).items() if is_relative(path) or path in self._written}
+        paths = {name: path for name, path in paths_in(config).items() if _is_relative(path) or path in self._written}
         return [sentence for name, path in paths.items() for sentence in self._sentences(name, path, file)]
 
     def _sentences(self, name: str, path: str, file: Path) -> Iterator[str]:

@@ -55,20 +55,6 @@ def _key(raw: Any) -> _Key:
     return _Key(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless)
 
 
-def peer_hint(path: str, raw: Any, *, whole: bool) -> str:
-    """Returns what an unknown key is here, or an empty text. ``whole``: the whole path must be a peer's."""
-    for name, peer in peers().items():
-        if isinstance(raw, Mapping) and (inner := [key for key in flat(raw, f"{path}.") if key in peer.keys]):
-            return f"it is a section of {peer.title}, such as {inner[0]}: tepo config from-{name} FILE converts a file"
-        last = path.rpartition(".")[2]
-        for key, entry in peer.keys.items():
-            if key == path or (not whole and key.rpartition(".")[2] == last):
-                if entry.note:
-                    return f"{peer.title}'s {key} has no field here: {entry.note}"
-                return f"did you mean {' or '.join(entry.fields)}?"
-    return ""
-
-
 def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> str:
     """Returns YAML. NeMo-RL's ``defaults`` name files beside it, which come below it. Raises ValueError."""
     if file.resolve() in children:

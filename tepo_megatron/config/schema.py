@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from pydantic_core import ErrorDetails
 
 from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.config.objective.custom import CustomSlot, Plugin
-from tepo_megatron.config.peers import peer_hint
+from tepo_megatron.config.peers import peers
 from tepo_megatron.config.run import RunConfig
+from tepo_megatron.runtime.text import flat
 
 Node = dict[str, Any]  # a JSON schema node with ``$ref`` followed
 
@@ -298,12 +299,26 @@ def _hint(place: _Place, raw: Any) -> str:
     def siblings(cutoff: float) -> list[str]:
         return [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=cutoff)]
 
-    if hint := peer_hint(place.path, raw, whole=True):
+    if hint := _peer_hint(place.path, raw, whole=True):
         return hint
     near = siblings(0.75) or by_key.get(key, [])
-    if not near and (hint := peer_hint(place.path, raw, whole=False)):
+    if not near and (hint := _peer_hint(place.path, raw, whole=False)):
         return hint
     spelled = difflib.get_close_matches(key, sorted(by_key), n=1, cutoff=0.75)
     near = near or siblings(0.5) or [path for name in spelled for path in by_key[name]]
     near = list(dict.fromkeys(near))[:3]
     return f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
+
+
+def _peer_hint(path: str, raw: Any, *, whole: bool) -> str:
+    """Returns what an unknown key is here, or an empty text. ``whole``: the whole path must be a peer's."""
+    for name, peer in peers().items():
+        if isinstance(raw, Mapping) and (inner := [key for key in flat(raw, f"{path}.") if key in peer.keys]):
+            return f"it is a section of {peer.title}, such as {inner[0]}: tepo config from-{name} FILE converts a file"
+        last = path.rpartition(".")[2]
+        for key, entry in peer.keys.items():
+            if key == path or (not whole and key.rpartition(".")[2] == last):
+                if entry.note:
+                    return f"{peer.title}'s {key} has no field here: {entry.note}"
+                return f"did you mean {' or '.join(entry.fields)}?"
+    return ""

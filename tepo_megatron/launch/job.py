@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.config.paths import absolute, is_relative, paths_in
+from tepo_megatron.config.paths import absolute, paths_in
 from tepo_megatron.runtime.hub import HUB, download_command
 
 _END = "END_OF_THE_FILE"
@@ -59,7 +59,7 @@ def _check_reachable(config: RunConfig) -> None:
                 "name the folder"
             )
         elsewhere = config.cluster.ssh is not None and field != "cluster.ssh_identity"
-        if elsewhere and (is_relative(path) or path.startswith("~")):
+        if elsewhere and not path.startswith((BUILTIN, "/", "${")):
             raise ValueError(
                 f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"
             )
