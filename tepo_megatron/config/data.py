@@ -14,7 +14,7 @@ from tepo_megatron.config.base import Section, check_known
 _COLUMN = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
-class FieldsConfig(Section):
+class _FieldsConfig(Section):
     """Column names of a file. ``a.b`` is key b of column a."""
 
     prompt: Annotated[str, Field(min_length=1)] = "prompt"
@@ -62,11 +62,16 @@ class _InheritingConfig(_PromptsConfig):
     special_tokens: bool | None = None
     """Overrides ``data.special_tokens``; null: the same."""
 
-    fields: FieldsConfig | None = None
+    fields: _FieldsConfig | None = None
     """As ``data.fields``; null: the same."""
 
     split: str | None = None
     """Names a folder's split. null: the only one."""
+
+    @property
+    def columns(self) -> _FieldsConfig:
+        is_builtin = self.path.startswith(BUILTIN)  # data.fields is for files
+        return _FieldsConfig() if is_builtin or self.fields is None else self.fields
 
 
 BUILTIN = "builtin:"
@@ -149,7 +154,7 @@ class DataConfig(_PromptsConfig):
     special_tokens: bool = False
     """Special tokens' names in plain prompts and ``template`` become these tokens. false: plain text."""
 
-    fields: FieldsConfig = FieldsConfig()
+    fields: _FieldsConfig = _FieldsConfig()
     """Column names of the files."""
 
     filter: _Filters = ()

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
+from tepo_megatron.config.data import BUILTIN, SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.text import check_text
@@ -114,16 +114,14 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
 
 
 def _problem(row: DataRow, config: SourceConfig) -> Problem:
-    is_builtin = config.path.startswith(BUILTIN)  # data.fields is for files
-    fields = FieldsConfig() if is_builtin or config.fields is None else config.fields
-    columns, name = row.written, config.name
+    fields, columns, name = config.columns, row.written, config.name
     if _get(columns, fields.id) is not None:
         identity = _text(columns, fields.id, "id")
         identity = f"{name}/{identity}" if name else identity
     else:
         number = row.name.rpartition(":")[2]
         identity = f"{name}{row.file and '/'}{row.file}:{number}" if name else row.name
-    prompt, messages, used = _read_prompt(columns, config, fields)
+    prompt, messages, used = _read_prompt(columns, config)
     answer = _text(columns, fields.answer, "answer")
     others = columns.keys() - {used, fields.answer, fields.id}
     values = row.values() if others else {}
@@ -136,12 +134,11 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
     return problem
 
 
-def _read_prompt(
-    columns: Mapping[str, Any], config: SourceConfig, fields: FieldsConfig
-) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
+def _read_prompt(columns: Mapping[str, Any], config: SourceConfig) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
     """(text, messages for the chat template, column that was read)."""
+    fields = config.columns
     system = (("system", config.system_prompt),) if config.system_prompt else ()
-    column = _messages_column(columns, fields)
+    column = _messages_column(columns, fields.prompt, fields.messages)
     if column is not None:
         if config.template is not None:
             raise ValueError(f"a template is for prompts that are text, and {column!r} has messages; leave the template out")
@@ -159,14 +156,14 @@ def _read_prompt(
     return prompt, (*system, ("user", prompt)) if config.chat_template else (), used
 
 
-def _messages_column(columns: Mapping[str, Any], fields: FieldsConfig) -> str | None:
-    if fields.messages is not None:
-        if _get(columns, fields.messages) is None:
-            raise ValueError(f"{fields.messages!r} is missing (the keys are: {', '.join(columns) or 'none'})")
-        return fields.messages
-    prompt = _get(columns, fields.prompt)
+def _messages_column(columns: Mapping[str, Any], prompt_column: str, messages_column: str | None) -> str | None:
+    if messages_column is not None:
+        if _get(columns, messages_column) is None:
+            raise ValueError(f"{messages_column!r} is missing (the keys are: {', '.join(columns) or 'none'})")
+        return messages_column
+    prompt = _get(columns, prompt_column)
     if isinstance(prompt, list) and prompt and all(isinstance(item, Mapping) for item in prompt):
-        return fields.prompt
+        return prompt_column
     return "messages" if prompt is None and isinstance(columns.get("messages"), list) else None
 
 
