@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_992,
-    "tests, lines": 44_676,
+    "package, lines": 52_989,
+    "tests, lines": 44_675,
     "docs and docstrings, words": 109_997,
-    "public classes and functions": 868,
+    "public classes and functions": 866,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

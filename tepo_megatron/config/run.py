@@ -18,7 +18,7 @@ from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
-from tepo_megatron.config.teachers import TeacherConfig, teacher_faults
+from tepo_megatron.config.teachers import TeacherConfig
 from tepo_megatron.config.train import LogConfig, OptimizerConfig, TrainConfig
 
 _MAX_SERVED_RANK = 512  # vLLM 0.32's limit
@@ -133,14 +133,56 @@ class RunConfig(Section):
         return output
 
     def _training_faults(self) -> Iterator[str]:
-        return _metric_faults(self)
+        if self.train.keep_best is not None:
+            yield from self.metric_faults("train.keep_best.metric", self.train.keep_best.metric)
+        if self.train.rollback is not None:
+            yield from self.metric_faults("train.rollback.metric", self.train.rollback.metric)
+        for callback in self.train.callbacks:
+            name, kwargs = (callback, {}) if isinstance(callback, str) else (callback.callback, callback.kwargs)
+            if name == "early_stopping":
+                yield from self.metric_faults("the metric of early_stopping", str(kwargs.get("metric", "accuracy/greedy")))
+
+    def metric_faults(self, field: str, metric: str) -> Iterator[str]:
+        """Yields why no row of this run can have the metric, which ``field`` names."""
+        names = self.reward.weights or ()
+        verifiers = [self.reward.verifier, *(item.verifier or "" for item in self.data.train_sources)]
+        # whose components are not known yet
+        others = (
+            self.environment is not None or ":" in "".join(verifiers) or self.rollout.collect is not None or self.rollout.replay
+        )
+        any_name = (not names and others) or any(source.verifier_weights for source in self.data.train_sources)
+        known = _TRAINING | _evaluated(self) | {f"reward/{name}" for name in names}
+        of_updates = field == "train.rollback.metric"  # it is looked at before the step is evaluated and its row is whole
+        if of_updates:
+            known = {name for name in known if _OF_UPDATES.fullmatch(name)}
+        elif any_name and re.fullmatch(r"reward/\w+", metric):
+            return
+        if _NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):
+            return
+        evaluate, measured = self.evaluate, f"{field} = {metric} is measured"
+        if metric.startswith("eval/"):
+            name = metric.split("/")[1]
+            if name not in evaluate.sets:
+                yield f"{measured} on evaluate.sets.{name}, which is not given"
+                return
+            if not evaluate.every_of(name):
+                yield f"{measured} on evaluate.sets.{name}, which is never evaluated; set its every"
+        if metric.startswith(("accuracy/", "heldout/")):
+            if self.data.heldout is None:
+                yield f"{measured} on data.heldout, which is not given; give it, or another metric"
+            if not evaluate.every:
+                yield f"{measured} by evaluations, but evaluate.every = 0 makes none; set evaluate.every, or another metric"
+        if metric not in known:
+            near = get_close_matches(metric, sorted(name for name in known if "@k" not in name), n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else "docs/reference/metrics.md has them"
+            yield f"{field} = {metric} is no metric of this run; {hint}"
 
     def _faults(self) -> Iterator[str]:
         yield from _engine_faults(self)
         yield from _cluster_faults(self)
         yield from _optimizer_faults(self)
         yield from _objective_faults(self)
-        yield from teacher_faults(self.teachers, self.objective, self.data, self.rollout.sampling)
+        yield from TeacherConfig.faults_among(self.teachers, self.objective, self.data, self.rollout.sampling)
         yield from _evaluation_faults(self)
         yield from _reward_faults(self)
         yield from _rollout_faults(self)
@@ -259,17 +301,6 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
         yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
 
 
-def _metric_faults(run: RunConfig) -> Iterator[str]:
-    if run.train.keep_best is not None:
-        yield from metric_faults(run, "train.keep_best.metric", run.train.keep_best.metric)
-    if run.train.rollback is not None:
-        yield from metric_faults(run, "train.rollback.metric", run.train.rollback.metric)
-    for callback in run.train.callbacks:
-        name, kwargs = (callback, {}) if isinstance(callback, str) else (callback.callback, callback.kwargs)
-        if name == "early_stopping":
-            yield from metric_faults(run, "the metric of early_stopping", str(kwargs.get("metric", "accuracy/greedy")))
-
-
 _METRICS = """
     canary/cache_gap|drift|max_logprob_gap|mean_logprob_gap|p90_logprob_gap|read_back
     canary/rollouts_max_gap|rollouts_mean_gap|rollouts_worst_group
@@ -316,40 +347,6 @@ def _evaluated(run: RunConfig) -> set[str]:
         figures |= {"reward_sampled"} if n else set()
         names |= {f"eval/{name}/{figure}" for figure in figures | ({"greedy", "reward_greedy"} if item.greedy else set())}
     return names
-
-
-def metric_faults(run: RunConfig, field: str, metric: str) -> Iterator[str]:
-    """Yields why no row of this run can have the metric, which ``field`` names."""
-    names = run.reward.weights or ()
-    verifiers = [run.reward.verifier, *(item.verifier or "" for item in run.data.train_sources)]
-    # whose components are not known yet
-    others = run.environment is not None or ":" in "".join(verifiers) or run.rollout.collect is not None or run.rollout.replay
-    any_name = (not names and others) or any(source.verifier_weights for source in run.data.train_sources)
-    known = _TRAINING | _evaluated(run) | {f"reward/{name}" for name in names}
-    of_updates = field == "train.rollback.metric"  # it is looked at before the step is evaluated and its row is whole
-    if of_updates:
-        known = {name for name in known if _OF_UPDATES.fullmatch(name)}
-    elif any_name and re.fullmatch(r"reward/\w+", metric):
-        return
-    if _NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):
-        return
-    evaluate, measured = run.evaluate, f"{field} = {metric} is measured"
-    if metric.startswith("eval/"):
-        name = metric.split("/")[1]
-        if name not in evaluate.sets:
-            yield f"{measured} on evaluate.sets.{name}, which is not given"
-            return
-        if not evaluate.every_of(name):
-            yield f"{measured} on evaluate.sets.{name}, which is never evaluated; set its every"
-    if metric.startswith(("accuracy/", "heldout/")):
-        if run.data.heldout is None:
-            yield f"{measured} on data.heldout, which is not given; give it, or another metric"
-        if not evaluate.every:
-            yield f"{measured} by evaluations, but evaluate.every = 0 makes none; set evaluate.every, or another metric"
-    if metric not in known:
-        near = get_close_matches(metric, sorted(name for name in known if "@k" not in name), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else "docs/reference/metrics.md has them"
-        yield f"{field} = {metric} is no metric of this run; {hint}"
 
 
 _READS_NO_PENALTY = {

@@ -47,49 +47,50 @@ class TeacherConfig(Section):
             yield "server.placement = colocated takes turns with the trainer, and a teacher scores meanwhile; set another"
         yield from self._idle(["threads"], "place", "server")
 
-
-def teacher_faults(
-    teachers: Mapping[str, TeacherConfig], objective: ObjectiveConfig, data: DataConfig, sampling: SamplingConfig
-) -> Iterator[str]:
-    needs = objective.needs & {"teacher", "divergence"}
-    for name in teachers:
-        if not _NAME.fullmatch(name):
-            yield f"teachers: {name[:60]!r} cannot name a teacher: a name has letters, digits, - and _, 40 at most"
-    if needs and not teachers:
-        yield "the objective has a teacher, and teachers names none; set teachers.NAME.path to a model"
-    if teachers and not needs:
-        yield (
-            f"teachers.{next(iter(teachers))} is never asked; set objective.distill or objective.preset = on_policy_distill, "
-            "or leave it out"
-        )
-    named = {source.called: source.teacher for source in data.train_sources}
-    for source, teacher in named.items():
-        if teacher is not None and teacher not in teachers:
-            yield f"the source {source} of data.train names the teacher {teacher}; teachers has {', '.join(teachers) or 'none'}"
-        if teacher is None and len(teachers) > 1:
-            yield f"the source {source} of data.train names no teacher, and teachers has {', '.join(teachers)}; set its teacher"
-    idle = [name for name in teachers if name not in named.values()]
-    if idle and len(teachers) > 1:
-        yield f"teachers.{idle[0]} is named by no source of data.train; name it there, or leave it out"
-    served = [name for name, teacher in teachers.items() if teacher.place == "server"]
-    if served and "divergence" in needs:
-        yield (
-            f"objective.distill.of = all needs whole distributions, which teachers.{served[0]}.place = server does not send; "
-            "set place = ranks, or distill.of = top_k or sampled"
-        )
-    on_ranks = [name for name in teachers if name not in served]
-    if on_ranks and objective.teacher_top_k:
-        yield (
-            f"objective.distill.of = top_k is for served teachers, and teachers.{on_ranks[0]}.place = ranks has the whole "
-            "distribution; set distill.of = all, or place = server"
-        )
-    if served and sampling.temperature != 1:
-        yield (
-            f"teachers.{served[0]}.place = server scores at temperature 1, and rollout.sampling.temperature = "
-            f"{sampling.temperature:g}; set that to 1, or place = ranks"
-        )
-    if teachers and sampling.truncates:
-        yield (
-            "teachers with rollout.sampling.top_k: a teacher may not reach the tokens that the policy is limited to; leave "
-            "top_k, top_p and min_p out"
-        )
+    @staticmethod
+    def faults_among(
+        teachers: Mapping[str, TeacherConfig], objective: ObjectiveConfig, data: DataConfig, sampling: SamplingConfig
+    ) -> Iterator[str]:
+        needs = objective.needs & {"teacher", "divergence"}
+        for name in teachers:
+            if not _NAME.fullmatch(name):
+                yield f"teachers: {name[:60]!r} cannot name a teacher: a name has letters, digits, - and _, 40 at most"
+        if needs and not teachers:
+            yield "the objective has a teacher, and teachers names none; set teachers.NAME.path to a model"
+        if teachers and not needs:
+            yield (
+                f"teachers.{next(iter(teachers))} is never asked; set objective.distill or objective.preset = "
+                "on_policy_distill, or leave it out"
+            )
+        named = {source.called: source.teacher for source in data.train_sources}
+        has = f"teachers has {', '.join(teachers) or 'none'}"
+        for source, teacher in named.items():
+            if teacher is not None and teacher not in teachers:
+                yield f"the source {source} of data.train names the teacher {teacher}; {has}"
+            if teacher is None and len(teachers) > 1:
+                yield f"the source {source} of data.train names no teacher, and {has}; set its teacher"
+        idle = [name for name in teachers if name not in named.values()]
+        if idle and len(teachers) > 1:
+            yield f"teachers.{idle[0]} is named by no source of data.train; name it there, or leave it out"
+        served = [name for name, teacher in teachers.items() if teacher.place == "server"]
+        if served and "divergence" in needs:
+            yield (
+                f"objective.distill.of = all needs whole distributions, which teachers.{served[0]}.place = server does not "
+                "send; set place = ranks, or distill.of = top_k or sampled"
+            )
+        on_ranks = [name for name in teachers if name not in served]
+        if on_ranks and objective.teacher_top_k:
+            yield (
+                f"objective.distill.of = top_k is for served teachers, and teachers.{on_ranks[0]}.place = ranks has the whole "
+                "distribution; set distill.of = all, or place = server"
+            )
+        if served and sampling.temperature != 1:
+            yield (
+                f"teachers.{served[0]}.place = server scores at temperature 1, and rollout.sampling.temperature = "
+                f"{sampling.temperature:g}; set that to 1, or place = ranks"
+            )
+        if teachers and sampling.truncates:
+            yield (
+                "teachers with rollout.sampling.top_k: a teacher may not reach the tokens that the policy is limited to; leave "
+                "top_k, top_p and min_p out"
+            )

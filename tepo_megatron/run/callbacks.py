@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.run import metric_faults
 from tepo_megatron.run.metrics import value_in
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
@@ -185,7 +184,7 @@ class EarlyStopping:
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
-        if fault := next(metric_faults(run.config, "the metric of early stopping", self.metric), None):
+        if fault := next(run.config.metric_faults("the metric of early stopping", self.metric), None):
             raise ValueError(fault)
         self._seen = []
         for row in run.rows:

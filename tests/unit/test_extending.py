@@ -12,7 +12,6 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.presets import PRESETS
-from tepo_megatron.config.run import metric_faults
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.run.metrics import PHASES
 from tepo_megatron.weights.architecture import FAMILIES
@@ -143,8 +142,8 @@ def _keys_written(node: ast.AST) -> list[str]:
 def test_every_metric_may_be_named_and_a_misspelt_one_is_refused_with_its_name() -> None:
     run = RunConfig()
     for name in sorted(set(metrics_in_code()) - {"step"}):
-        assert list(metric_faults(run, "field", name)) == []
-        (fault,) = metric_faults(run, "field", f"{name}x")
+        assert list(run.metric_faults("field", name)) == []
+        (fault,) = run.metric_faults("field", f"{name}x")
         assert f"field = {name}x is no metric of this run; did you mean {name.replace('@k', '@')}" in fault
 
 
