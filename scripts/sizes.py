@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_989,
-    "tests, lines": 44_675,
+    "package, lines": 52_986,
+    "tests, lines": 44_676,
     "docs and docstrings, words": 109_997,
-    "public classes and functions": 866,
+    "public classes and functions": 863,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -330,6 +330,9 @@ class RolloutConfig(Section):
     replay_weights: Literal["same", "any"] = "same"
     """``same``: the record's first weights must be this run's, by digest. ``any``: others are trained on, off-policy."""
 
+    def trains_on(self, finish_reason: str) -> bool:
+        return self.truncated != "mask" or finish_reason != "length"
+
     def _faults(self) -> Iterator[str]:
         if self.replay_weights != "same" and self.replay is None:
             yield f"replay_weights = {self.replay_weights} has no effect without replay; leave it out"

@@ -92,6 +92,12 @@ class RunConfig(Section):
         parallel = self.engine.parallel
         return self.train.minibatches * parallel.dp * parallel.micro_batch_group
 
+    def most_stale(self, step: int) -> int:
+        train = self.train
+        if train.schedule == "sync":
+            return step if self.rollout.oversample > 1 else 0  # groups carried over may be of any age
+        return train.max_staleness if train.stale == "drop" else step
+
     def require_data(self) -> None:
         """Raises ValueError if a user's model would train on built-in problems that the user did not name."""
         own_model = not self.model.path.startswith(BUILTIN)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.sampling.step_rewards import most_stale, token_ages, trained_places
+from tepo_megatron.run.sampling.step_rewards import token_ages
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.sampler.protocol import CacheReading, ReadBack, Sampler
 from tepo_megatron.weights.architecture import ModelSpec
@@ -73,8 +73,9 @@ class Canaries:
         is_checked = config.rollout.replay is None and config.rollout.canary.every and config.train.kv_cache == "recompute"
         tolerances = Tolerances.of(config) if is_checked else Tolerances(0.0, math.inf)
         fresh = None
-        if most_stale(config, step):
-            places = members(trained_places(rollouts, config.rollout), len(parts), seed=config.seed, step=step)
+        if config.most_stale(step):
+            trained = [index for index, item in enumerate(rollouts) if config.rollout.trains_on(item.finish_reason)]
+            places = members(trained, len(parts), seed=config.seed, step=step)
             ages = [_ages(part, [rollouts[i] for i in chosen], step) for part, chosen in zip(parts, places, strict=True)]
             fresh = [ages_T == 0 for ages_T in ages]
             self._figures |= _mismatch_by_age(parts, ages)

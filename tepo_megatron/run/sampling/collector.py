@@ -18,7 +18,7 @@ from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundT
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
-from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, apply_overlong, most_stale, version_figures
+from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import Sampler
@@ -84,7 +84,7 @@ class RolloutCollector:
         task = self._sampled_task  # None until the thread samples
         self._figures |= version_figures(self.rollouts, step)
         self._figures |= turn_figures(self.rollouts) if task is None else task.take_figures(self.rollouts)
-        trained, figures = apply_overlong(self.rollouts, self._config, step)
+        trained, figures = self._rewards.apply_overlong(self.rollouts, step)
         self._figures |= figures
         return trained
 
@@ -135,7 +135,7 @@ class RolloutCollector:
         def problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
             return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
 
-        entry = self._journal.find(step, drawn_by, stalest=most_stale(self._config, step))
+        entry = self._journal.find(step, drawn_by, stalest=self._config.most_stale(step))
         if entry is None:
             return None
         self._rewards.failed = entry.failed_rewards

@@ -12,7 +12,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.output.resume import resumes
-from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
+from tepo_megatron.run.sampling.step_rewards import GroupFilters
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import TOO_LONG, Source, read_sources
@@ -101,7 +101,7 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
     assert folder is not None, "the run samples its rollouts"
     rollouts = read_rollouts(folder, step)
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
-    path, stalest = record_path(folder, step), most_stale(config, step)
+    path, stalest = record_path(folder, step), config.most_stale(step)
     check_rollouts(path, rollouts, step=step, prompts=prompts, samples=samples, vocab_size=vocab_size, stalest=stalest)
     return rollouts
 

@@ -62,6 +62,23 @@ class StepRewards:
             )
         return remaining
 
+    def apply_overlong(self, rollouts: Sequence[Rollout], step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Returns the rollouts with DAPO's punishment of long responses, and figures of cut ones. Raises RuntimeError if
+        ``truncated: mask`` leaves too few.
+        """
+        config = self._config
+        whole = sum(config.rollout.trains_on(rollout.finish_reason) for rollout in rollouts)
+        if whole < config.fewest_sequences and whole < len(rollouts):
+            raise RuntimeError(
+                f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step + 1} were cut, and rollout.truncated "
+                f"= mask trains on none of them: the {whole} others are too few for {_ranks(config)}; raise "
+                "rollout.sampling.max_new_tokens, or set rollout.truncated = train"
+            )
+        penalised = [_penalised(rollout, config.rollout) for rollout in rollouts]
+        figures = {"response_len/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts)}
+        lost = [(after.reward or 0.0) - (before.reward or 0.0) for before, after in zip(rollouts, penalised, strict=True)]
+        return penalised, figures | ({"reward/overlong": sum(lost) / len(lost)} if any(lost) else {})
+
     def take_figures(self) -> dict[str, float]:
         figures = {"reward/failed": float(self.failed), "groups/dropped": float(self._dropped), **self._components}
         self.failed, self._dropped, self._cause, self._components = 0, 0, "", {}
@@ -87,24 +104,6 @@ def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if rollout.reward is not None and rollout.group in whole]
 
 
-def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) -> tuple[list[Rollout], dict[str, float]]:
-    """Returns the rollouts with DAPO's punishment of long responses, and figures of cut ones. Raises RuntimeError if
-    ``truncated: mask`` leaves too few.
-    """
-    rollout = config.rollout
-    whole = len(trained_places(rollouts, rollout))
-    if whole < config.fewest_sequences and whole < len(rollouts):
-        raise RuntimeError(
-            f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step + 1} were cut, and rollout.truncated = "
-            f"mask trains on none of them: the {whole} others are too few for {_ranks(config)}; raise "
-            "rollout.sampling.max_new_tokens, or set rollout.truncated = train"
-        )
-    penalised = [_penalised(rollout, config.rollout) for rollout in rollouts]
-    figures = {"response_len/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts)}
-    lost = [(after.reward or 0.0) - (before.reward or 0.0) for before, after in zip(rollouts, penalised, strict=True)]
-    return penalised, figures | ({"reward/overlong": sum(lost) / len(lost)} if any(lost) else {})
-
-
 def _penalised(rollout: Rollout, config: RolloutConfig) -> Rollout:
     """Computes DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``."""
     if (overlong := config.overlong) is None or rollout.reward is None:
@@ -113,11 +112,6 @@ def _penalised(rollout: Rollout, config: RolloutConfig) -> Rollout:
     if beyond <= 0:
         return rollout
     return replace(rollout, reward=rollout.reward - overlong.penalty * min(beyond / overlong.buffer, 1.0))
-
-
-def trained_places(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[int]:
-    masks = config.truncated == "mask"
-    return [index for index, rollout in enumerate(rollouts) if not (masks and rollout.finish_reason == "length")]
 
 
 _NO_REWARD = "no_reward"  # the cause for a group with fewer than two rewards; not a filter's name
@@ -172,13 +166,6 @@ def _filter(name: str, config: FilterGroupsConfig) -> _Filter:
     if not callable(function):
         raise ValueError(f"{what} cannot be loaded: it is {type(function).__name__}, no function")
     return cast(_Filter, function)
-
-
-def most_stale(config: RunConfig, step: int) -> int:
-    train = config.train
-    if train.schedule == "sync":
-        return step if config.rollout.oversample > 1 else 0  # groups carried over may be of any age
-    return train.max_staleness if train.stale == "drop" else step
 
 
 def token_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, apply_overlong
+from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
@@ -137,9 +137,10 @@ def rollout(group: int, length: int, reward: float | None, *, cut: bool = False)
     return Rollout(f"p{group}", group, [3, 4], ids, [-1.0] * length, reason, WeightsVersion(0), "", reward)
 
 
-def long(**sections: object) -> RunConfig:
+def long(**sections: object) -> StepRewards:
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, "sampling": {"max_new_tokens": MAX_NEW_TOKENS}, **sections}
-    return RunConfig.model_validate({"output": "out", "rollout": rollout, "train": {"minibatches": 2}})
+    run = RunConfig.model_validate({"output": "out", "rollout": rollout, "train": {"minibatches": 2}})
+    return StepRewards(run, print)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +153,18 @@ def test_the_punishment_is_that_of_dapo(length: int, expected: float) -> None:
     for penalty, reward in ((1.0, 0.0), (0.5, 0.0), (1.0, 1 / 3), (1.0, None)):
         overlong = {"truncated": "penalise", "overlong": {"buffer": 4096, "penalty": penalty}}
         before = rollout(0, length, reward)
-        (trained,), _ = apply_overlong([before], long(sampling={"max_new_tokens": 20480}, **overlong), 0)
+        (trained,), _ = long(sampling={"max_new_tokens": 20480}, **overlong).apply_overlong([before], 0)
         assert trained.reward == (None if reward is None else reward + expected * penalty)
         assert (trained is before) == (reward is None or not expected)
 
 
 def test_figures_say_how_many_were_cut_and_what_they_lost() -> None:
-    run = long(truncated="penalise", overlong={"buffer": 4})
+    rewards = long(truncated="penalise", overlong={"buffer": 4})
     step = [rollout(0, 2, 1.0), rollout(0, 6, 1.0), rollout(0, 8, 0.0, cut=True), rollout(0, 4, 0.0)]
-    trained, figures = apply_overlong(step, run, 0)
+    trained, figures = rewards.apply_overlong(step, 0)
     assert [each.reward for each in trained] == [1.0, 0.5, -1.0, 0.0]
     assert figures == {"response_len/truncated": 0.25, "reward/overlong": -0.375}
-    assert apply_overlong(step, long(), 0) == (step, {"response_len/truncated": 0.25})
+    assert long().apply_overlong(step, 0) == (step, {"response_len/truncated": 0.25})
 
 
 def test_a_masked_response_counts_for_its_group_and_for_nothing_else() -> None:
@@ -194,10 +195,10 @@ def test_a_masked_response_counts_for_its_group_and_for_nothing_else() -> None:
 
 def test_a_step_of_which_the_mask_leaves_too_little_stops_the_run() -> None:
     step = [rollout(0, 8, 0.0, cut=True), rollout(0, 8, 0.0, cut=True), rollout(0, 2, 1.0)]
-    apply_overlong(step, long(), 3)
-    apply_overlong([*step, rollout(0, 2, 1.0)], long(truncated="mask"), 3)
+    long().apply_overlong(step, 3)
+    long(truncated="mask").apply_overlong([*step, rollout(0, 2, 1.0)], 3)
     with pytest.raises(RuntimeError, match=r"2 of the 3 responses of step 4 were cut, .* the 1 others are too few"):
-        apply_overlong(step, long(truncated="mask"), 3)
+        long(truncated="mask").apply_overlong(step, 3)
 
 
 def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
