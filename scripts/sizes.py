@@ -24,7 +24,7 @@ LIMITS = {
     "package, lines": 52_986,
     "tests, lines": 44_676,
     "docs and docstrings, words": 109_997,
-    "public classes and functions": 863,
+    "public classes and functions": 860,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -4,7 +4,7 @@ import math
 import platform
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from tepo_megatron.runtime.hub import HUB
 
 if TYPE_CHECKING:
     from tepo_megatron.core.problem import Problem
-    from tepo_megatron.run.checks import NamedCheck, RunSubject
     from tepo_megatron.tasks.protocol import Task
 
 app = typer.Typer()
@@ -86,7 +85,7 @@ _BYTES_PER_CHECKPOINT_BYTE = 8
 
 
 def run_checks(config: RunConfig) -> dict[str, Check]:
-    from tepo_megatron.run.checks import MODEL, RUN_CHECKS, RunSubject
+    from tepo_megatron.run.checks import MODEL, RUN_CHECKS, TRAINER_MACHINE, RunSubject
     from tepo_megatron.run.output.resume import resolve_dtype
     from tepo_megatron.runtime.machine import this_machine
 
@@ -111,7 +110,7 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
         has_model = False  # "model and data" reports it
     for check in RUN_CHECKS:
         if (has_model or MODEL not in check.needs) and check.applies(run):
-            checks[check.name] = Check(partial(_finding_of, check, run))
+            checks[check.name] = Check(partial(_finding_of, partial(check.problem, run), TRAINER_MACHINE in check.needs))
     if config.rollout.replay is None:
         checks["model and data"] = Check(partial(_model_and_data, config))
         if config.environment is not None:
@@ -121,14 +120,12 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
     return checks
 
 
-def _finding_of(check: NamedCheck, run: RunSubject) -> Finding:
-    from tepo_megatron.run.checks import TRAINER_MACHINE
-
-    problem = check.problem(run)
+def _finding_of(problem_of: Callable[[], str | None], of_machine: bool) -> Finding:
+    problem = problem_of()
     if problem is None:
         return Finding("ok", "fits this run")
     # The doctor runs without the run's ranks, and possibly on another machine.
-    return Finding("warn" if TRAINER_MACHINE in check.needs else "fail", "refused", problem)
+    return Finding("warn" if of_machine else "fail", "refused", problem)
 
 
 def _output_disk(config: RunConfig) -> Finding:

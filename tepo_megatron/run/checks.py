@@ -36,12 +36,18 @@ class RunSubject(Placement):
         return read_model_spec(self.model_dir)
 
     @property
+    def teacher_folders(self) -> dict[str, Path]:
+        """Of those on the trainer's ranks."""
+        named = self.config.teachers.items()
+        return {name: resolve_model_path(teacher.path) for name, teacher in named if teacher.place == "ranks"}
+
+    @property
     def samples(self) -> bool:
         return self.config.rollout.replay is None
 
 
 @dataclass(frozen=True)
-class NamedCheck:
+class _NamedCheck:
     """``needs`` names requirements, such as "model"."""
 
     name: str
@@ -68,14 +74,8 @@ def check_model(config: RunConfig, *, machine: bool = True) -> Path:
     return model_dir
 
 
-def teacher_folders(config: RunConfig) -> dict[str, Path]:
-    """Of those on the trainer's ranks."""
-    named = config.teachers.items()
-    return {name: resolve_model_path(teacher.path) for name, teacher in named if teacher.place == "ranks"}
-
-
 def _check_trainer(run: RunSubject) -> None:
-    teachers = {name: read_model_spec(folder) for name, folder in teacher_folders(run.config).items()}
+    teachers = {name: read_model_spec(folder) for name, folder in run.teacher_folders.items()}
     trainer_kind().check_config(run.config, run.spec, on_gpu=run.on_gpus, teachers=teachers)
 
 
@@ -137,32 +137,32 @@ def _check_head(run: RunSubject) -> None:
 MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server machine"
 _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 
-RUN_CHECKS: tuple[NamedCheck, ...] = (
-    NamedCheck("placement", RunSubject.check, _TRAINER),
-    NamedCheck(
+RUN_CHECKS: tuple[_NamedCheck, ...] = (
+    _NamedCheck("placement", RunSubject.check, _TRAINER),
+    _NamedCheck(
         "checkpoint",
         lambda run: find_checkpoint(run.config, run.model_dir),
         _MODEL,
         lambda run: os.environ.get("RANK", "0") == "0" and resumes(run.config),
     ),
-    NamedCheck("trainer", _check_trainer, _MODEL),
-    NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
-    NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
-    NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
-    NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),
-    NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
-    NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
-    NamedCheck(
+    _NamedCheck("trainer", _check_trainer, _MODEL),
+    _NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
+    _NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
+    _NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
+    _NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),
+    _NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
+    _NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
+    _NamedCheck(
         "fused head", _check_head, _MODEL, lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings
     ),
-    NamedCheck("memory", lambda run: run.check_memory(run.spec), _MODEL | _TRAINER),
-    NamedCheck(
+    _NamedCheck("memory", lambda run: run.check_memory(run.spec), _MODEL | _TRAINER),
+    _NamedCheck(
         "server machine",
         lambda run: sampler_spec().check_machine(run.server, run.spec),
         _MODEL | {SERVER_MACHINE},
         lambda run: run.samples and run.server.placement != "external",
     ),
-    NamedCheck(
+    _NamedCheck(
         "loggers",
         lambda run: check_installed(run.config.log),
         applies=lambda run: run.config.log.wandb is not None or run.config.log.mlflow is not None,

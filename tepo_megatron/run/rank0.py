@@ -25,7 +25,7 @@ from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
-from tepo_megatron.run.sampling.served_teachers import JudgedTask, ServedTeachers
+from tepo_megatron.run.sampling.served_teachers import ServedTeachers
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.step.instability import ObjectiveWatch
 from tepo_megatron.run.step.minibatches import derive_seed, source_figures
@@ -78,7 +78,7 @@ class Rank0:
             config,
             inputs,
             self._rewards,
-            JudgedTask(task, self.teachers) if self.teachers.samplers else task,
+            self.teachers.judged(task),
             Journal(config, output.message, output.write_failed, inputs.tokenizer.eos_ids),
             self.servers.sampler,
             phase=self.phase,

@@ -12,7 +12,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo
-from tepo_megatron.run.checks import check_model, teacher_folders
+from tepo_megatron.run.checks import RunSubject, check_model
 from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
@@ -78,7 +78,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
     # Megatron-Core takes seconds to import; the servers start meanwhile.
-    teachers, shares_gpus = teacher_folders(config), config.is_colocated
+    teachers, shares_gpus = RunSubject(config, this_machine()).teacher_folders, config.is_colocated
     engine = trainer_kind().make_trainer(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
     stack.push(partial(_close, engine))
     stack.push(report_before_leaving)

@@ -56,6 +56,9 @@ class ServedTeachers:
     def _report(self, name: str, sentence: str) -> None:
         self._say(f"teacher {name}: {sentence}")
 
+    def judged(self, task: Task) -> Task:
+        return _JudgedTask(task, self) if self.samplers else task
+
     def name_of(self, problem: Problem) -> str | None:
         """None if a model on the trainer's ranks judges it."""
         name = self._config.teacher_of(problem.source)
@@ -96,7 +99,7 @@ class ServedTeachers:
 
 
 @dataclass
-class JudgedTask(Task):
+class _JudgedTask(Task):
     """Adds the teachers' log-probs to another task's results."""
 
     inner: Task
@@ -152,8 +155,8 @@ class JudgedTask(Task):
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         return self.inner.take_figures(rollouts)
 
-    def another(self) -> JudgedTask:
-        return JudgedTask(self.inner.another(), self.teachers)
+    def another(self) -> _JudgedTask:
+        return _JudgedTask(self.inner.another(), self.teachers)
 
     def close(self) -> None:
         self.inner.close()
