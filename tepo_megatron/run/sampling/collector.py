@@ -6,22 +6,30 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tepo_megatron.config import RunConfig
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, draw_groups
-from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
+from tepo_megatron.errors import is_ours
+from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler
+from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BusyClock, Ended, GroupWorker
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
-from tepo_megatron.sampler.protocol import Sampler
+from tepo_megatron.sampler.protocol import Sampler, ServerDied
+from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.tasks.data.sources import make_sampler
 from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
@@ -64,7 +72,7 @@ class RolloutCollector:
         self._sampled_task = None if window else task
         """A task belongs to one thread, and evaluations use the run's: window k's thread opens another."""
         self.clock = BusyClock()
-        self._thread = BackgroundThread(self._sample, self._buffer) if window else None
+        self._thread = _BackgroundThread(self._sample, self._buffer) if window else None
         self._collected_step = -1
         self._has_gone_back = False
         self._moves = 0
@@ -147,7 +155,7 @@ class RolloutCollector:
             self._figures |= self._buffer.skip(problem_ids(entry.rollouts))
         return entry.rollouts
 
-    def _wait(self, thread: BackgroundThread) -> None:
+    def _wait(self, thread: _BackgroundThread) -> None:
         thread.start()
         moves, buffer = self._moves, self._buffer
         with self._phase("rollout"), self._signals.interruptible(), buffer.changed:
@@ -199,7 +207,8 @@ class RolloutCollector:
             step = first.number // rollout.prompts_per_step if first.step is None else first.step
             sampler = StepSampler(self._config, self._inputs, self._fleet, task, step, self._note_move)
             with self._phase_here("rollout"), self.clock.busy():
-                rollouts = draw_groups(collect, problems, sampler, ahead=self._thread is not None)
+                what, vocab_size = f"rollout.collect = {rollout.collect}", self._inputs.spec.vocab_size
+                rollouts = _draw_groups(collect, problems, sampler, what, vocab_size, ahead=self._thread is not None)
             unscored = [rollout for rollout in rollouts if rollout.reward is None]
             with self._phase_here("reward"):
                 items = [(problems[rollout.group], answer_of(rollout)) for rollout in unscored]
@@ -290,3 +299,103 @@ class RolloutCollector:
             also["schedule"] = {"schedule": train.schedule, **window}
         prompts = [group.prompt_ids for group in groups]
         return self._journal.identity([group.problem for group in groups], prompts, self._buffer.version, **also)
+
+
+class _BackgroundThread:
+    """Works while the servers have weights. ``work`` returns when its argument returns true."""
+
+    def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
+        self._work, self._buffer = work, buffer
+        self._is_ready = self._is_closed = False
+        self._error: Exception | SystemExit | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sample-ahead", daemon=True)
+            self._thread.start()
+
+    def resume(self) -> None:
+        with self._buffer.changed:
+            self._is_ready = True
+            if isinstance(self._error, ServerDied):
+                self._error = None
+            self._buffer.changed.notify_all()
+
+    def raise_error(self, *, unless_died: bool) -> None:
+        """Raises once; with ``unless_died`` not for a server's death."""
+        with self._buffer.changed:
+            if self._error is not None and not (unless_died and isinstance(self._error, ServerDied)):
+                error, self._error = self._error, None
+                raise error
+
+    def close(self) -> None:
+        """Takes seconds unless user code blocks it; may be called twice."""
+        with self._buffer.changed:
+            self._is_closed = True
+            self._buffer.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(10 * POLL_INTERVAL_S)
+
+    def _run(self) -> None:
+        changed = self._buffer.changed
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._is_closed or self._is_ready)
+                if self._is_closed:
+                    return
+                generation = self._buffer.generation
+            try:
+                self._work(lambda: self._is_closed or self._buffer.generation != generation)  # noqa: B023 read in this round
+            except (Exception, SystemExit) as error:  # the main thread raises it
+                with changed:
+                    self._error, self._is_ready = error, False
+                    changed.notify_all()
+
+
+def _draw_groups(
+    collect: Collect, problems: Sequence[Problem], sampler: StepSampler, what: str, vocab_size: int, *, ahead: bool
+) -> list[Rollout]:
+    """Returns groups in the problems' order. ``ahead``: any weights may have drawn them. Errors of ``collect``, and
+    rollouts that cannot be trained on, become RuntimeError; sampling errors pass.
+    """
+    samples = sampler.samples
+    try:
+        rollouts = collect(problems, sampler)
+    except (Exception, SystemExit) as error:
+        if is_ours(error) or isinstance(error, ServerDied):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__} in step {sampler.step}: {error} ({frame.filename}:{frame.lineno})"
+        raise RuntimeError(f"{what} raised {raised}") from error
+    is_sequence = isinstance(rollouts, Sequence) and not isinstance(rollouts, str | dict)
+    if not is_sequence or not all(isinstance(rollout, Rollout) for rollout in rollouts):
+        raise RuntimeError(f"{what} returned no list of rollouts in step {sampler.step}; return what sample() drew")
+    what = f"step {sampler.step}: {what} returned"
+    by_problem: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        newest = max((version.step for _, version in rollout.versions), default=0) if ahead else sampler.step - 1
+        fault = rollout_fault(rollout, newest, vocab_size=vocab_size, stalest=newest if ahead else 0)
+        if fault is not None:
+            raise RuntimeError(f"{what} a rollout for problem {rollout.problem_id!r} that cannot be trained on: {fault}")
+        by_problem[rollout.problem_id].append(rollout)
+    arranged: list[Rollout] = []
+    for place, problem in enumerate(problems):
+        group, by_problem[problem.id] = by_problem[problem.id][:samples], by_problem[problem.id][samples:]
+        if len(group) < samples:
+            raise RuntimeError(
+                f"{what} {len(group)} rollouts for problem {problem.id!r}; a group has {samples} (samples_per_prompt)"
+            )
+        if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
+            raise RuntimeError(f"{what} rollouts with different prompts for problem {problem.id!r}; those of a group share one")
+        arranged += [replace(rollout, group=place) for rollout in group]
+    surplus = next((name for name, group in by_problem.items() if group), None)
+    if surplus is not None:
+        raise RuntimeError(
+            f"{what} rollouts for problem {surplus!r} that the step did not ask for; return samples for its problems"
+        )
+    return arranged

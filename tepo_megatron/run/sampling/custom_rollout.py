@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import traceback
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.runtime.user_code import load_user_code
-from tepo_megatron.sampler.protocol import Sampler, ServerDied
-from tepo_megatron.sampler.rollout_file import rollout_fault
+from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.evaluate.answers import Scorer
@@ -117,45 +111,3 @@ def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
         kind = type(loaded).__name__
         raise ValueError(f"{what} cannot be called: it is {kind}, and a function (problems, sampler) is needed")
     return cast(Collect, loaded)
-
-
-def draw_groups(collect: Collect, problems: Sequence[Problem], sampler: StepSampler, *, ahead: bool) -> list[Rollout]:
-    """Returns groups in the problems' order. ``ahead``: any weights may have drawn them. Errors of ``collect``, and
-    rollouts that cannot be trained on, become RuntimeError; sampling errors pass.
-    """
-    what, samples = f"rollout.collect = {sampler._config.rollout.collect}", sampler.samples
-    try:
-        rollouts = collect(problems, sampler)
-    except (Exception, SystemExit) as error:
-        if is_ours(error) or isinstance(error, ServerDied):
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raised = f"{type(error).__name__} in step {sampler.step}: {error} ({frame.filename}:{frame.lineno})"
-        raise RuntimeError(f"{what} raised {raised}") from error
-    is_sequence = isinstance(rollouts, Sequence) and not isinstance(rollouts, str | dict)
-    if not is_sequence or not all(isinstance(rollout, Rollout) for rollout in rollouts):
-        raise RuntimeError(f"{what} returned no list of rollouts in step {sampler.step}; return what sample() drew")
-    what = f"step {sampler.step}: {what} returned"
-    by_problem: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        newest = max((version.step for _, version in rollout.versions), default=0) if ahead else sampler.step - 1
-        fault = rollout_fault(rollout, newest, vocab_size=sampler._inputs.spec.vocab_size, stalest=newest if ahead else 0)
-        if fault is not None:
-            raise RuntimeError(f"{what} a rollout for problem {rollout.problem_id!r} that cannot be trained on: {fault}")
-        by_problem[rollout.problem_id].append(rollout)
-    arranged: list[Rollout] = []
-    for place, problem in enumerate(problems):
-        group, by_problem[problem.id] = by_problem[problem.id][:samples], by_problem[problem.id][samples:]
-        if len(group) < samples:
-            raise RuntimeError(
-                f"{what} {len(group)} rollouts for problem {problem.id!r}; a group has {samples} (samples_per_prompt)"
-            )
-        if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
-            raise RuntimeError(f"{what} rollouts with different prompts for problem {problem.id!r}; those of a group share one")
-        arranged += [replace(rollout, group=place) for rollout in group]
-    surplus = next((name for name, group in by_problem.items() if group), None)
-    if surplus is not None:
-        raise RuntimeError(
-            f"{what} rollouts for problem {surplus!r} that the step did not ask for; return samples for its problems"
-        )
-    return arranged

@@ -15,7 +15,7 @@ from tepo_megatron.run.sampling.groups import UNFINISHED, Group, GroupBuffer
 from tepo_megatron.run.sampling.journal import GroupStore
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
-from tepo_megatron.sampler.protocol import ResponseStream, ServerDied
+from tepo_megatron.sampler.protocol import ResponseStream
 from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.protocol import Task
 
@@ -198,62 +198,6 @@ class GroupWorker:
                 self._take_rewards(POLL_INTERVAL_S)
         for group in self.buffer.running.values():
             self.files.write(group)
-
-
-class BackgroundThread:
-    """Works while the servers have weights. ``work`` returns when its argument returns true."""
-
-    def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
-        self._work, self._buffer = work, buffer
-        self._is_ready = self._is_closed = False
-        self._error: Exception | SystemExit | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None
-
-    def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sample-ahead", daemon=True)
-            self._thread.start()
-
-    def resume(self) -> None:
-        with self._buffer.changed:
-            self._is_ready = True
-            if isinstance(self._error, ServerDied):
-                self._error = None
-            self._buffer.changed.notify_all()
-
-    def raise_error(self, *, unless_died: bool) -> None:
-        """Raises once; with ``unless_died`` not for a server's death."""
-        with self._buffer.changed:
-            if self._error is not None and not (unless_died and isinstance(self._error, ServerDied)):
-                error, self._error = self._error, None
-                raise error
-
-    def close(self) -> None:
-        """Takes seconds unless user code blocks it; may be called twice."""
-        with self._buffer.changed:
-            self._is_closed = True
-            self._buffer.changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(10 * POLL_INTERVAL_S)
-
-    def _run(self) -> None:
-        changed = self._buffer.changed
-        while True:
-            with changed:
-                changed.wait_for(lambda: self._is_closed or self._is_ready)
-                if self._is_closed:
-                    return
-                generation = self._buffer.generation
-            try:
-                self._work(lambda: self._is_closed or self._buffer.generation != generation)  # noqa: B023 read in this round
-            except (Exception, SystemExit) as error:  # the main thread raises it
-                with changed:
-                    self._error, self._is_ready = error, False
-                    changed.notify_all()
 
 
 def _part(rollout: Rollout) -> Response:
