@@ -191,11 +191,11 @@ def _external_server(config: RunConfig, index: int) -> Finding:
 
 
 def _model_and_data(config: RunConfig) -> Finding:
-    from tepo_megatron.run.sampling.inputs import read_inputs
+    from tepo_megatron.run.sampling.inputs import Inputs
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     try:
-        inputs = read_inputs(config, resolve_model_path(config.model.path))
+        inputs = Inputs.read(config, resolve_model_path(config.model.path))
     except ValueError as error:
         return Finding("fail", config.model.path, str(error))
     passes = config.train.steps * config.rollout.prompts_per_step / max(1, len(inputs.train))

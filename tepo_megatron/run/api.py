@@ -265,7 +265,7 @@ def _as_yaml(value: object) -> str:
 
 def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     """Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError."""
-    from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder, resumes
+    from tepo_megatron.run.output.resume import Resumed, prepare_folder, resumes
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     if not rank.under_torchrun():
@@ -273,7 +273,7 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     if rank.speaks_first() and not attempt():
         prepare_folder(config, overwrite=overwrite)
     if not rank.under_torchrun() and config.train.resume and resumes(config):
-        find_checkpoint(config, resolve_model_path(config.model.path))
+        Resumed.find(config, resolve_model_path(config.model.path))
 
 
 def _download(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.loggers import check_installed
-from tepo_megatron.run.output.resume import find_checkpoint, resumes
+from tepo_megatron.run.output.resume import Resumed, resumes
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.protocol import sampler_spec
@@ -141,7 +141,7 @@ RUN_CHECKS: tuple[_NamedCheck, ...] = (
     _NamedCheck("placement", RunSubject.check, _TRAINER),
     _NamedCheck(
         "checkpoint",
-        lambda run: find_checkpoint(run.config, run.model_dir),
+        lambda run: Resumed.find(run.config, run.model_dir),
         _MODEL,
         lambda run: os.environ.get("RANK", "0") == "0" and resumes(run.config),
     ),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.consistency_checks import Canary
-from tepo_megatron.run.output.resume import newest_whole
+from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
@@ -124,7 +124,7 @@ class Loop:
     def go_back(self, reason: str) -> bool:
         """Returns false without a checkpoint. Raises RuntimeError if none is whole, or after too many."""
         self.finish_save()
-        checkpoint = newest_whole(self.config, self.engine, reason)
+        checkpoint = Resumed.newest_whole(self.config, self.engine, reason)
         if checkpoint is None:
             sentence = f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run continues"
             self.on_root(lambda rank0: rank0.output.message(sentence))

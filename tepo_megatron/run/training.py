@@ -13,14 +13,14 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo
 from tepo_megatron.run.checks import RunSubject, check_model
-from tepo_megatron.run.display.progress import make_progress
+from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
-from tepo_megatron.run.output.resume import resolve_dtype, resume
+from tepo_megatron.run.output.resume import Resumed, resolve_dtype
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
-from tepo_megatron.run.sampling.inputs import read_inputs
+from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
@@ -97,7 +97,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
 def _open_rank0(
     config: RunConfig, model_dir: Path, extensions: Extensions, heartbeat: Heartbeat, stack: contextlib.ExitStack
 ) -> Rank0:
-    inputs = read_inputs(config, model_dir, has_reward=extensions.reward is not None)
+    inputs = Inputs.read(config, model_dir, has_reward=extensions.reward is not None)
     callbacks = Callbacks.of(config, extensions.callbacks)
     collect = load_collect(config, extensions.collect)
     task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written
@@ -107,7 +107,7 @@ def _open_rank0(
     pools = stack.enter_context(
         verifier_pools(config, inputs.sets, task, inputs.heldout if config.rollout.replay is None else ())
     )
-    output = Output(config, make_progress(config.log))
+    output = Output(config, Progress.of(config.log))
     stack.callback(output.close)
     stop_signals().say = callbacks.say = output.message
     heartbeat.start()
@@ -135,7 +135,7 @@ def _raise_failure(loop: Loop) -> None:
 
 
 def _resume(loop: Loop, model_dir: Path) -> None:
-    checkpoint = resume(loop.config, loop.engine, model_dir)
+    checkpoint = Resumed.load(loop.config, loop.engine, model_dir)
     loop.step = loop.stopping.saved_step = checkpoint.step
     loop.rollback.restore(checkpoint.state.get("rollback", {}))
     rank0 = loop.rank0

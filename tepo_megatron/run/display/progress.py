@@ -40,6 +40,18 @@ class Progress:
         self._phase, self._since = "", clock()
         self._steps = 0
 
+    @staticmethod
+    def of(
+        config: LogConfig, stream: TextIO | None = None, width: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> Progress:
+        stream = stream or sys.stdout
+        kind = config.progress
+        if kind == "auto":
+            kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+        if kind == "live":
+            return _LiveProgress(Terminal(file=stream, force_terminal=True, width=width), clock)
+        return Progress(stream if kind == "plain" else None, clock)
+
     def start(self, config: RunConfig) -> None:
         self._steps = config.train.steps
         name = "run" if config.name == "run" else f"run {config.name}"
@@ -81,18 +93,6 @@ class Progress:
             with contextlib.suppress(OSError):  # a full disk or a closed pipe does not end a run
                 self._stream.write(printable(line, self._stream.encoding) + "\n")
                 self._stream.flush()
-
-
-def make_progress(
-    config: LogConfig, stream: TextIO | None = None, width: int | None = None, clock: Callable[[], float] = time.monotonic
-) -> Progress:
-    stream = stream or sys.stdout
-    kind = config.progress
-    if kind == "auto":
-        kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    if kind == "live":
-        return _LiveProgress(Terminal(file=stream, force_terminal=True, width=width), clock)
-    return Progress(stream if kind == "plain" else None, clock)
 
 
 class _LiveProgress(Progress):

@@ -39,6 +39,38 @@ class Resumed:
     differences: Sequence[Difference] = ()
     damaged: Sequence[DamagedCheckpoint] = ()
 
+    @classmethod
+    def find(cls, config: RunConfig, model_dir: Path) -> Resumed:
+        """Reads no shards and needs no torch. Raises ValueError if none is whole, the newest whole one is
+        of another run or model, or the run is over.
+        """
+        return _accepted(config, model_dir, _first_whole(_candidates(config), read_state))
+
+    @classmethod
+    def load(cls, config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
+        """Checks every byte. Every rank calls; all get the same checkpoint, or ``find``'s ValueError."""
+        # On a shared disk the ranks need not see the same at once: only rank 0's candidates count.
+        folders = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
+        checkpoint = _accepted(config, model_dir, _first_whole(map(Path, folders), engine.checkpoints.check))
+        saved, present = checkpoint.state.get("reference_digest"), engine.reference_digest
+        if saved is not None and present not in (None, saved) and not is_allowed("model.path", config.train.allow_change):
+            raise ValueError(
+                f"the run cannot continue from {checkpoint.folder}, it would not be the same run:\n  the weights of the "
+                f"reference model in model.path, by their digest: {saved} -> {present}\nset model.path back, or let it "
+                "through: train.allow_change=[model.path]"
+            )
+        engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))
+        return checkpoint
+
+    @classmethod
+    def newest_whole(cls, config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
+        """None without checkpoints. Every rank calls. Raises RuntimeError if none is whole."""
+        folders = engine.broadcast_from_root([str(folder) for folder in reversed(checkpoints(config.output / "checkpoints"))])
+        whole, damaged = _first_whole(map(Path, folders), engine.checkpoints.check)
+        if whole is None and damaged:
+            raise RuntimeError(f"{reason}, and the run cannot go back: {_none_whole(config, damaged)}")
+        return None if whole is None else cls(*whole, damaged=damaged)
+
     @property
     def step(self) -> int:
         return int(self.state["step"])
@@ -125,38 +157,6 @@ def resolve_dtype(config: RunConfig, gpus: int) -> RunConfig:
 def _saved_dtype(state: Mapping[str, Any]) -> str:
     """A checkpoint without identity is of a version that had float32 as default."""
     return str(state["identity"]["architecture"]["dtype"]) if "identity" in state else "float32"
-
-
-def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
-    """Reads no shards and needs no torch. Raises ValueError if none is whole, the newest whole one is
-    of another run or model, or the run is over.
-    """
-    return _accepted(config, model_dir, _first_whole(_candidates(config), read_state))
-
-
-def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
-    """Checks every byte. Every rank calls; all get the same checkpoint, or ``find_checkpoint``'s ValueError."""
-    # On a shared disk the ranks need not see the same at once: only rank 0's candidates count.
-    folders = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
-    checkpoint = _accepted(config, model_dir, _first_whole(map(Path, folders), engine.checkpoints.check))
-    saved, present = checkpoint.state.get("reference_digest"), engine.reference_digest
-    if saved is not None and present not in (None, saved) and not is_allowed("model.path", config.train.allow_change):
-        raise ValueError(
-            f"the run cannot continue from {checkpoint.folder}, it would not be the same run:\n  the weights of the reference "
-            f"model in model.path, by their digest: {saved} -> {present}\nset model.path back, or let it through: "
-            "train.allow_change=[model.path]"
-        )
-    engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))
-    return checkpoint
-
-
-def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
-    """None without checkpoints. Every rank calls. Raises RuntimeError if none is whole."""
-    folders = engine.broadcast_from_root([str(folder) for folder in reversed(checkpoints(config.output / "checkpoints"))])
-    whole, damaged = _first_whole(map(Path, folders), engine.checkpoints.check)
-    if whole is None and damaged:
-        raise RuntimeError(f"{reason}, and the run cannot go back: {_none_whole(config, damaged)}")
-    return None if whole is None else Resumed(*whole, damaged=damaged)
 
 
 _Whole = tuple[tuple[Path, Mapping[str, Any]] | None, Sequence[DamagedCheckpoint]]

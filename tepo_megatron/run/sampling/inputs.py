@@ -39,60 +39,62 @@ class Inputs:
     left_out: list[str]
     sets: Sequence[EvaluationSet] = ()
 
+    @classmethod
+    def read(cls, config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
+        """``has_reward``: the verifier is an object. Raises ValueError."""
+        config.require_data()
+        check_plugins(config)
+        tokenizer = load_tokenizer(model_dir)
+        tokenizer.check_model()
+        if config.environment is not None:
+            resolve_environment(config.environment.name)
+            opening_of(config.environment, tokenizer)
+        rewards = VerifierTask.configs(config.reward, config.data)
+        if has_reward or config.environment is not None:
+            del rewards[""]
+        for reward in rewards.values():
+            resolve_verifier(reward.verifier)
+        GroupFilters(config.rollout.filter_groups)
+        Callbacks.check(config)
+        replay = config.rollout.replay
+        if replay is not None and not replay.is_dir():
+            where = f"rollout.replay = {replay}"
+            raise ValueError(f"{where} is not a folder; give one that a run with rollout.record=true has written")
+        spec = read_model_spec(model_dir)
+        if replay is not None:
+            _check_replay(config, replay, spec)
+        train = read_sources(config.data, "train", tokenizer)
+        heldout: list[Source] = []
+        evaluate = config.evaluate
+        if evaluate.every and config.data.heldout is not None:
+            heldout = read_sources(config.data, "heldout", tokenizer)
+        left_out = [notice for source in (*train, *heldout) for notice in source.notices]
+        for source in train if replay is None else ():
+            judge = rewards.get(source.name) or rewards.get("")
+            if judge is not None and (lost := check_reachable(judge.verifier, source.used)):
+                refused = f"{lost} problems whose own answer {judge.verifier} refuses"
+                left_out.append(f"{source.path}: {refused}: no response solves them")
+        if config.rollout.sampling.needs_tokenizer and replay is None:
+            texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
+            tokenizer.check_served(texts)
+        limit = config.rollout.server.max_model_len or spec.max_positions
+        used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
+        sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"
+        _check_room(config, limit, sizes, config.rollout.sampling.max_new_tokens, f"rollout.{field}")
+        if replay is None:
+            _check_teachers(config, limit, max(sizes)[0])
+        names = [name for name in evaluate.sets if evaluate.every_of(name) and replay is None]
+        sets = load_sets(config, tokenizer, names)
+        for chosen in sets:
+            sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
+            _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")
+        left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
+        problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
+        return cls(model_dir, spec, tokenizer, problems, unseen, left_out, sets)
+
     @cached_property
     def by_id(self) -> Mapping[str, Problem]:
         return {problem.id: problem for problem in self.train}
-
-
-def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
-    """``has_reward``: the verifier is an object. Raises ValueError."""
-    config.require_data()
-    check_plugins(config)
-    tokenizer = load_tokenizer(model_dir)
-    tokenizer.check_model()
-    if config.environment is not None:
-        resolve_environment(config.environment.name)
-        opening_of(config.environment, tokenizer)
-    rewards = VerifierTask.configs(config.reward, config.data)
-    if has_reward or config.environment is not None:
-        del rewards[""]
-    for reward in rewards.values():
-        resolve_verifier(reward.verifier)
-    GroupFilters(config.rollout.filter_groups)
-    Callbacks.check(config)
-    replay = config.rollout.replay
-    if replay is not None and not replay.is_dir():
-        raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
-    spec = read_model_spec(model_dir)
-    if replay is not None:
-        _check_replay(config, replay, spec)
-    train = read_sources(config.data, "train", tokenizer)
-    heldout: list[Source] = []
-    evaluate = config.evaluate
-    if evaluate.every and config.data.heldout is not None:
-        heldout = read_sources(config.data, "heldout", tokenizer)
-    left_out = [notice for source in (*train, *heldout) for notice in source.notices]
-    for source in train if replay is None else ():
-        judge = rewards.get(source.name) or rewards.get("")
-        if judge is not None and (lost := check_reachable(judge.verifier, source.used)):
-            refused = f"{lost} problems whose own answer {judge.verifier} refuses"
-            left_out.append(f"{source.path}: {refused}: no response solves them")
-    if config.rollout.sampling.needs_tokenizer and replay is None:
-        texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
-        tokenizer.check_served(texts)
-    limit = config.rollout.server.max_model_len or spec.max_positions
-    used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
-    sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"
-    _check_room(config, limit, sizes, config.rollout.sampling.max_new_tokens, f"rollout.{field}")
-    if replay is None:
-        _check_teachers(config, limit, max(sizes)[0])
-    sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
-    for chosen in sets:
-        sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
-        _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")
-    left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
-    problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
-    return Inputs(model_dir, spec, tokenizer, problems, unseen, left_out, sets)
 
 
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:

@@ -26,7 +26,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.run.display.progress import make_progress
+from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers import without_secrets
 from tepo_megatron.run.metrics import MetricsWriter, read_metrics
 from tepo_megatron.runtime.rank import print_error
@@ -300,7 +300,7 @@ def _terminal(folder: Path, random: Hostile) -> None:
         table = Table("–", title=Text(text))
         table.add_row(Text(text))
         Terminal(width=40).print(table, text, markup=False)
-        progress = make_progress(LogConfig(progress=random.choice(("plain", "live"))), stream)
+        progress = Progress.of(LogConfig(progress=random.choice(("plain", "live"))), stream)
         progress.message(text)
         progress.close()
     shown = stream.buffer.getvalue().decode(encoding)

@@ -23,7 +23,7 @@ from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples, read_metrics
-from tepo_megatron.run.output.resume import find_checkpoint
+from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.run.output.status import status_record
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.runtime.heartbeat import RankRecord
@@ -233,7 +233,7 @@ def _checkpoint(folder: Path, random: Hostile) -> None:
             text = json.dumps(content, sort_keys=True, separators=(",", ":"))
             content["sha256"] = sha256(text.encode()).hexdigest()
         (saved / MANIFEST).write_bytes(json.dumps(content).encode())
-    find_checkpoint(config, resolve_model_path(_TINY)).messages(config)
+    Resumed.find(config, resolve_model_path(_TINY)).messages(config)
 
 
 def _shard(name: str, random: Hostile) -> bytes:

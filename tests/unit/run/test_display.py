@@ -17,7 +17,7 @@ from tepo_megatron.config import LogConfig, RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.display.figures import COUNTED, LOST, duration, evaluation_line, fault_lines, final_table, set_lines
 from tepo_megatron.run.display.plots import plot_comparison, plot_curves
-from tepo_megatron.run.display.progress import Progress, make_progress
+from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.output.status import run_status
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tests.support.data_files import write_jsonl
@@ -44,7 +44,7 @@ def text_of(renderable: object, width: int = 120) -> str:
 def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take_long() -> None:
     stream, now = io.StringIO(), [0.0]
     with open("/dev/full", "w") as full:
-        for view in (make_progress(PLAIN, stream, clock=lambda: now[0]), make_progress(PLAIN, full)):
+        for view in (Progress.of(PLAIN, stream, clock=lambda: now[0]), Progress.of(PLAIN, full)):
             view.start(RUN)
             view.step(0, EVALUATED | {"eval/aime/greedy": 0.25})
             for phase, seconds in (("score", 4), ("rollout", 28), ("update", 1)):
@@ -84,20 +84,20 @@ def test_what_repeats_is_left_out_and_evaluation_sets_have_lines_of_their_own() 
 
 def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    live = type(make_progress(LogConfig(progress="live"), Terminal()))
+    live = type(Progress.of(LogConfig(progress="live"), Terminal()))
     assert live is not Progress
-    assert type(make_progress(LogConfig(), Terminal())) is live
-    assert type(make_progress(LogConfig(), io.StringIO())) is Progress
-    silent = make_progress(LogConfig(progress="none"), stream := Terminal())
+    assert type(Progress.of(LogConfig(), Terminal())) is live
+    assert type(Progress.of(LogConfig(), io.StringIO())) is Progress
+    silent = Progress.of(LogConfig(progress="none"), stream := Terminal())
     silent.message("nothing")
     assert stream.getvalue() == ""
     monkeypatch.setenv("TERM", "dumb")
-    assert type(make_progress(LogConfig(), Terminal())) is Progress
+    assert type(Progress.of(LogConfig(), Terminal())) is Progress
 
 
 def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None:
     stream, now = Terminal(), [0.0]
-    view: Any = make_progress(LogConfig(progress="live"), stream, 110, lambda: now[0])
+    view: Any = Progress.of(LogConfig(progress="live"), stream, 110, lambda: now[0])
     view.start(RUN.model_copy(update={"name": "run [bold]"}))
     view.step(0, EVALUATED)
     view.step(5, ROW)

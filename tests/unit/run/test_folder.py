@@ -14,7 +14,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.run.output.output import Retention
-from tepo_megatron.run.output.resume import find_checkpoint, of_attempt, prepare_folder, resolve_dtype
+from tepo_megatron.run.output.resume import Resumed, of_attempt, prepare_folder, resolve_dtype
 from tepo_megatron.runtime.restarts import named_job
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -86,7 +86,7 @@ def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str]
     for rows, advice in ((FIRST_ROW + ROW, " and with --overwrite"), (FIRST_ROW, "$")):
         write(tmp_path, {"metrics.jsonl": rows})
         with pytest.raises(ValueError, match=f"no finished checkpoint; start without --resume{advice}"):
-            find_checkpoint(resumed, tmp_path)
+            Resumed.find(resumed, tmp_path)
 
 
 NAMES = (
@@ -140,7 +140,7 @@ def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Pa
     damage, words = DAMAGES[kind]
     damage(newest, whole)
     run = config(tmp_path)
-    checkpoint = find_checkpoint(run, MODEL)
+    checkpoint = Resumed.find(run, MODEL)
     assert checkpoint.folder == whole
     damaged, resumed, *_ = checkpoint.messages(run)
     assert damaged.startswith("step_000006 is damaged (")
@@ -154,9 +154,9 @@ def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Pa
 def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> None:
     _, chosen, *_ = save(tmp_path, 2, 4, 6, 8)
     run = config(tmp_path, "train.resume_from=step_000004")
-    assert find_checkpoint(run, MODEL).folder == chosen
-    assert find_checkpoint(config(tmp_path, f"train.resume_from={chosen}"), MODEL).folder == chosen
-    find_checkpoint(run, MODEL).accept(run)
+    assert Resumed.find(run, MODEL).folder == chosen
+    assert Resumed.find(config(tmp_path, f"train.resume_from={chosen}"), MODEL).folder == chosen
+    Resumed.find(run, MODEL).accept(run)
     present = ["step_000002", "step_000004", "step_000006.abandoned", "step_000008.abandoned"]
     assert sorted(path.name for path in chosen.parent.iterdir()) == present
 
@@ -197,7 +197,7 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
         ("step_000002.partial", "is no checkpoint"),
     ):
         with pytest.raises(ValueError, match=problem):
-            find_checkpoint(config(tmp_path, f"train.resume_from={name}"), MODEL)
+            Resumed.find(config(tmp_path, f"train.resume_from={name}"), MODEL)
     with pytest.raises(ConfigError, match="has no effect without resume"):
         load_run(None, ["train.resume_from=step_000002"])
     for folder in folders:
@@ -207,7 +207,7 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
         ([], r"is whole: step_000004 is damaged .*; step_000002 is damaged .*Restore one"),
     ):
         with pytest.raises(ValueError, match=problem):
-            find_checkpoint(config(tmp_path, *choice), MODEL)
+            Resumed.find(config(tmp_path, *choice), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -240,39 +240,39 @@ def test_the_command_refuses_before_it_starts_ranks(
 def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 6)
     with pytest.raises(ValueError, match=r"train\.steps = 5, but .*step_000006 has 6 already"):
-        find_checkpoint(config(tmp_path, "train.steps=5"), MODEL)
+        Resumed.find(config(tmp_path, "train.steps=5"), MODEL)
     # saved its last step, and was killed before it exported
-    assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
+    assert Resumed.find(config(tmp_path, "train.steps=6"), MODEL).step == 6
     (tmp_path / "curves.png").touch()  # 'tepo plot' drew it
-    assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
+    assert Resumed.find(config(tmp_path, "train.steps=6"), MODEL).step == 6
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"the run has reached train\.steps = 6, and is complete"):
-        find_checkpoint(config(tmp_path, "train.steps=6"), MODEL)
+        Resumed.find(config(tmp_path, "train.steps=6"), MODEL)
     (tmp_path / "curves.png").unlink()
     with pytest.raises(ValueError, match="is complete"):
-        find_checkpoint(config(tmp_path, "train.steps=6", "log.curves=false"), MODEL)
+        Resumed.find(config(tmp_path, "train.steps=6", "log.curves=false"), MODEL)
     for reason in ("would not be the same run", "is complete"):  # an adapter is exported after the model
         with pytest.raises(ValueError, match=reason):
-            find_checkpoint(config(tmp_path, "train.steps=6", "log.curves=false", "model.lora.rank=4"), MODEL)
+            Resumed.find(config(tmp_path, "train.steps=6", "log.curves=false", "model.lora.rank=4"), MODEL)
         (tmp_path / "adapter").mkdir(exist_ok=True)
     (tmp_path / "curves.png").touch()
     os.utime(tmp_path / "curves.png", (0, 0))  # of an earlier end, before the steps were raised
-    assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
+    assert Resumed.find(config(tmp_path, "train.steps=6"), MODEL).step == 6
     with pytest.raises(ValueError, match="is complete"):
-        find_checkpoint(config(tmp_path / "new", f"train.resume_from={folder}", "train.steps=6"), MODEL)
+        Resumed.find(config(tmp_path / "new", f"train.resume_from={folder}", "train.steps=6"), MODEL)
 
 
 def test_differences_are_refused_together_or_said(tmp_path: Path) -> None:
     save(tmp_path, 6)
     changed = ("optimizer.lr=2e-5", "rollout.sampling.temperature=0.5", "engine.parallel.dp=2")
     with pytest.raises(ValueError, match="would not be the same run") as caught:
-        find_checkpoint(config(tmp_path, *changed), MODEL)
+        Resumed.find(config(tmp_path, *changed), MODEL)
     assert "  optimizer.lr: 1e-06 -> 2e-05\n" in str(caught.value)
     assert "  rollout.sampling.temperature: 1.0 -> 0.5\n" in str(caught.value)
     assert "engine.parallel" not in str(caught.value)
     allowed = "train.allow_change=[optimizer, rollout.sampling.temperature, seed]"
     run = config(tmp_path, *changed, allowed)
-    said = find_checkpoint(run, MODEL).messages(run)
+    said = Resumed.find(run, MODEL).messages(run)
     assert "differs from the checkpoint's run: optimizer.lr: 1e-06 -> 2e-05" in said
     assert "differs from the checkpoint's run: engine.parallel.dp: 1 -> 2" in said
     assert said[-1] == "train.allow_change: nothing differs in seed"
@@ -283,19 +283,19 @@ def test_a_checkpoint_of_the_first_format_is_taken_with_a_sentence(tmp_path: Pat
     (folder / "manifest.json").unlink()
     (folder / "state.json").write_text(json.dumps({"step": 6, "updates": 24, "sampler": {}}))
     run = config(tmp_path)
-    assert find_checkpoint(run, MODEL).messages(run)[-1] == (
+    assert Resumed.find(run, MODEL).messages(run)[-1] == (
         "step_000006 has no manifest.json, as an earlier version wrote it: neither its bytes nor its run could be checked"
     )
     (folder / "state.json").write_text(json.dumps({"step": 6, "updates": -24}))
     with pytest.raises(ValueError, match="updates = -24"):
-        find_checkpoint(run, MODEL)
+        Resumed.find(run, MODEL)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_dtype_that_is_left_to_the_machine_is_the_checkpoints_in_a_resumed_run(dtype: str, tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 6, overrides=(f"model.dtype={dtype}",))
     run = config(tmp_path)
-    find_checkpoint(run, MODEL)
+    Resumed.find(run, MODEL)
     served: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tepo_megatron.sampler.fleet.external.serve_node", lambda config, **_: served.append(config.model.dtype))
@@ -307,7 +307,7 @@ def test_a_dtype_that_is_left_to_the_machine_is_the_checkpoints_in_a_resumed_run
     assert resolve_dtype(load_run(None, ["engine.platform=cpu"]), 8).model.dtype == "float32"
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
     with pytest.raises(ValueError, match=f'architecture.dtype: "{dtype}" -> "{other}"'):
-        find_checkpoint(config(tmp_path, f"model.dtype={other}"), MODEL)
+        Resumed.find(config(tmp_path, f"model.dtype={other}"), MODEL)
     (folder / "manifest.json").unlink()  # the first format, whose default was float32
     (folder / "state.json").write_text(json.dumps({"step": 6, "updates": 24, "sampler": {}}))
     assert resolve_dtype(run, 8).model.dtype == "float32"
@@ -321,7 +321,7 @@ def test_older_configurations_are_kept(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text(dump_resolved(first))
     runs = [config(tmp_path), config(tmp_path), config(tmp_path, "train.steps=200")]
     for run in runs:
-        find_checkpoint(run, MODEL).accept(run)
+        Resumed.find(run, MODEL).accept(run)
     assert load_run(tmp_path / "resolved.yaml") == runs[-1]
     assert load_run(tmp_path / "resolved.1.yaml") == first
     assert load_run(tmp_path / "resolved.2.yaml") == runs[0]
@@ -335,9 +335,9 @@ def test_restarted_ranks_write_the_configuration_if_no_attempt_has(tmp_path: Pat
     monkeypatch.setenv("TEPO_ATTEMPT", "1")
     for _ in range(2):
         run = of_attempt(longer)
-        find_checkpoint(run, MODEL).accept(run)
+        Resumed.find(run, MODEL).accept(run)
         assert load_run(tmp_path / "resolved.yaml") == run
-    find_checkpoint(run, MODEL).accept(run.model_copy(update={"train": longer.train}))
+    Resumed.find(run, MODEL).accept(run.model_copy(update={"train": longer.train}))
     assert load_run(tmp_path / "resolved.yaml") == run
     assert sorted(path.name for path in tmp_path.glob("resolved*")) == ["resolved.1.yaml", "resolved.yaml"]
 

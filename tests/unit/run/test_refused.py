@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
-from tepo_megatron.run.sampling.inputs import read_inputs, read_replay
+from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.rollout_file import record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -163,7 +163,7 @@ def rollouts(step: int) -> list[Rollout]:
 
 
 def read(config: RunConfig) -> int:
-    return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
+    return Inputs.read(config, resolve_model_path(config.model.path)).spec.vocab_size
 
 
 def test_a_record_without_fitting_routes_is_named_with_its_line(replaying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) 
     def inputs(verifier: str) -> list[str]:
         sources = [{"path": f"{tmp_path}/a.jsonl"}, {"path": f"{tmp_path}/b.jsonl", "verifier": verifier}]
         config = load_run(None, [f"data.train={json.dumps(sources)}", "data.heldout=null", "evaluate.every=0", SHORT])
-        return read_inputs(config, resolve_model_path(config.model.path)).left_out
+        return Inputs.read(config, resolve_model_path(config.model.path)).left_out
 
     with pytest.raises(ValueError, match=r"the verifier last_word can give no response a reward: .*'is 2' of problem 'b:1'"):
         inputs("last_word")
