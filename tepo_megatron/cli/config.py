@@ -110,14 +110,14 @@ def _plan(
 
     [dim]tepo plan examples/llama3.3-70b/run.yaml cluster.rollout_nodes=8 rollout.server.count=16[/]
     """
-    from tepo_megatron.plan import check_exact, check_plan, make_plan
+    from tepo_megatron.plan import check_plan, make_plan
     from tepo_megatron.plan.tables import plan_json, plan_notes, plan_tables
 
     with user_errors():
         result = make_plan(
             load_config(*split_run(run, overrides)), prompt_tokens=prompt_tokens, response_tokens=response_tokens
         )
-        counts = check_exact(result) if exact else None
+        counts = result.check_exact() if exact else None
         if as_json:
             echo(plan_json(result, counts))
         else:

@@ -214,6 +214,10 @@ class EngineConfig(Section):
         return self.recompute_modules if self.recompute == "selective" else ()
 
     @property
+    def wants_gpus(self) -> bool:
+        return self.platform != "cpu"  # ``auto`` counts as GPUs
+
+    @property
     def token_multiple(self) -> int:
         """A micro-batch, over context-parallel ranks, is padded to a multiple of this."""
         parallel = self.parallel

@@ -60,7 +60,7 @@ def _arguments(config: RunConfig, job: str) -> dict[str, dict[str, Any]]:
 
 
 def _of_role(config: RunConfig, role: Role) -> dict[str, Any]:
-    on_gpus = config.engine.platform != "cpu"
+    on_gpus = config.engine.wants_gpus
     result: dict[str, Any] = {"env_vars": {}}
     if on_gpus and config.cluster.rollout_nodes:
         ranks, server = config.engine.parallel.world_size, config.rollout.server
@@ -79,7 +79,7 @@ def _nodes(config: RunConfig) -> int:
 
 
 def _gpus(config: RunConfig) -> int:
-    return config.cluster.gpus_per_node if config.engine.platform != "cpu" else 0
+    return config.cluster.gpus_per_node if config.engine.wants_gpus else 0
 
 
 def _mounts(cluster: ClusterConfig) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ class Job:
     @property
     def needs_transformer_engine(self) -> bool:
         engine = self.config.engine
-        return engine.platform != "cpu" and (engine.layers != "local" or self.config.optimizer.precision_aware)
+        return engine.wants_gpus and (engine.layers != "local" or self.config.optimizer.precision_aware)
 
     def check_time_limit(self) -> None:
         """Slurm must not warn a job that just starts."""

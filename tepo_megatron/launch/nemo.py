@@ -102,7 +102,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         time=cluster.time_limit,
         nodes=cluster.train_nodes + cluster.spare_nodes + cluster.rollout_nodes,
         ntasks_per_node=1,
-        gpus_per_node=cluster.gpus_per_node if config.engine.platform != "cpu" else None,
+        gpus_per_node=cluster.gpus_per_node if config.engine.wants_gpus else None,
         exclusive=True,
         mem="0",
         container_image=role.container,

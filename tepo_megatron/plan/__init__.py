@@ -14,7 +14,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import changed
-from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, on_gpu
+from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
 from tepo_megatron.weights.architecture import ModelSpec
@@ -88,8 +88,8 @@ class Plan:
     @property
     def usable_memory(self) -> float | None:
         """Bytes of a GPU; None on CPUs."""
-        config = self.config
-        return config.cluster.gpu_memory_gib * GIB * min(_USABLE, config.engine.gpu_memory_fraction) if on_gpu(config) else None
+        cluster, engine = self.config.cluster, self.config.engine
+        return cluster.gpu_memory_gib * GIB * min(_USABLE, engine.gpu_memory_fraction) if engine.wants_gpus else None
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
@@ -98,6 +98,37 @@ class Plan:
     @property
     def assumptions(self) -> tuple[str, ...]:
         return tuple(_assumptions(self))
+
+    def check_exact(self) -> list[list[int]]:
+        """Returns parameters as Megatron builds them, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
+
+        Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
+        """
+        parallel = self.config.engine.parallel
+        request = {"spec": asdict(self.spec), "parallel": parallel.model_dump()}
+        done = subprocess.run(
+            [sys.executable, "-m", "tepo_megatron.trainer.megatron.model.parameter_count"],
+            input=json.dumps(request),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise RuntimeError(
+                f"--exact builds the model with Megatron-Core, which failed here ({why}); run it in the trainer's environment, "
+                "or leave --exact out"
+            )
+        counts: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+        for pp_rank, (expected, row) in enumerate(zip(self.stage_parameters, counts, strict=True)):
+            for tp_rank, count in enumerate(row):
+                if count != expected:
+                    raise RuntimeError(
+                        f"Megatron builds {count:,} parameters on tp rank {tp_rank} of pipeline stage {pp_rank}, but the "
+                        f"formula of this plan says {expected:,}; report this: the plan's memory is off by as much"
+                    )
+        return counts
 
     @property
     def _step_tokens(self) -> float:
@@ -233,7 +264,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         )
     if plan.spec.experts:
         yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
-    if config.dtype() == "float32" and on_gpu(config):
+    if config.dtype() == "float32" and config.engine.wants_gpus:
         yield "model.dtype = float32 computes at a fifteenth of cluster.gpu_tflops; bfloat16 at all of it"
     yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s in bf16, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
     yield (
@@ -323,38 +354,6 @@ def _check_servers(config: RunConfig) -> None:
         )
 
 
-def check_exact(plan: Plan) -> list[list[int]]:
-    """Returns parameters as Megatron builds them, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
-
-    Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
-    """
-    parallel = plan.config.engine.parallel
-    request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}
-    done = subprocess.run(
-        [sys.executable, "-m", "tepo_megatron.trainer.megatron.model.parameter_count"],
-        input=json.dumps(request),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(
-            f"--exact builds the model with Megatron-Core, which failed here ({why}); run it in the trainer's environment, or "
-            "leave --exact out"
-        )
-    counts: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-    for pp_rank, (expected, row) in enumerate(zip(plan.stage_parameters, counts, strict=True)):
-        for tp_rank, count in enumerate(row):
-            if count != expected:
-                raise RuntimeError(
-                    f"Megatron builds {count:,} parameters on tp rank {tp_rank} of pipeline stage {pp_rank}, but the "
-                    f"formula of this plan says {expected:,}; report this: the plan's memory is off by as much"
-                )
-    return counts
-
-
 def _shown(values: _Settings) -> str:
     parts, before = [], None
     for path, value in values.items():
@@ -403,7 +402,7 @@ def _optimizer_knobs(config: RunConfig) -> Iterator[_Knob]:
     shared: _Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
     settings = [shared] if shared else []
     if not optimizer.own_masters and not config.engine.fp8.params:
-        if config.dtype() == "bfloat16" and config.engine.platform != "cpu":
+        if config.dtype() == "bfloat16" and config.engine.wants_gpus:
             reduced = {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
             settings.append({**shared, **{f"optimizer.{name}": value for name, value in reduced.items()}})
         settings.append({**shared, "optimizer.offload_fraction": 1.0})

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, ParameterCount, model_parameters, resolve_spec
+from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, model_parameters, resolve_spec
 from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
@@ -35,11 +35,6 @@ PART_ELEMENTS = 2**26  # weights per part in ``trainer/megatron/policy/__init__.
 _HOST_STATE_BYTES = 20  # fp32 weight and moments 12, pinned gradient 4, which torch rounds up to a power of two
 
 _PROCESS = 6 * GIB  # an assumption
-
-
-def on_gpu(config: RunConfig) -> bool:
-    # ``auto`` counts as a GPU
-    return config.engine.platform != "cpu"
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,8 @@ class TrainingRanks:
     def __init__(self, spec: ModelSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
         self.split = ModelSplit(spec, config.engine.parallel)
-        self.has_te = on_gpu(config) and config.engine.layers != "local"
-        self._kind = "cuda" if on_gpu(config) else "cpu"
+        self.has_te = config.engine.wants_gpus and config.engine.layers != "local"
+        self._kind = "cuda" if config.engine.wants_gpus else "cpu"
         self._parallel, self._element = config.engine.parallel, ELEMENT_BYTES[config.dtype()]
         self._sequence_split = self._parallel.tp if self._parallel.sequence_parallel else 1
         self._norm_copies = 2 if self.has_te else 3  # input and output, with torch also the normalised input
@@ -160,7 +155,7 @@ class TrainingRanks:
 
     def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
         spec, config, parallel, b = self.spec, self.config, self._parallel, self._element
-        count, trained = self.split.in_stage(stage).total, self._trained(stage)
+        count, trained = self.split.in_stage(stage).total, self.split.in_stage(stage, config.model.lora)
         adapters = trained.total if config.model.lora is not None else 0
         tokens = self.micro_batch_tokens(longest)
         micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
@@ -183,7 +178,7 @@ class TrainingRanks:
             logits=logits,
             transient=transient,
             communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
-            context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if on_gpu(config) else 0,
+            context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if config.engine.wants_gpus else 0,
             server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if config.is_colocated else 0,
         )
 
@@ -216,12 +211,9 @@ class TrainingRanks:
         }
         return sum(size > 1 for size in sizes.values())
 
-    def _trained(self, stage: int) -> ParameterCount:
-        return self.split.in_stage(stage, self.config.model.lora)
-
     def owned_weights(self, stage: int) -> float:
         """Counts trained parameters with optimizer states on a rank."""
-        trained = self._trained(stage)
+        trained = self.split.in_stage(stage, self.config.model.lora)
         if not self.config.optimizer.distributed:
             return trained.total
         return trained.dense / (self._parallel.dp * self._parallel.cp) + trained.experts / self.split.expert_copies
@@ -308,7 +300,7 @@ class TrainingRanks:
     def saves_beside_training(self) -> bool:
         cluster, world = self.config.cluster, self._parallel.world_size
         staged, host = self.checkpoint_bytes * min(world, cluster.gpus_per_node) / world, cluster.host_memory_gib * GIB
-        return self.config.train.saves_beside_training(staged, host, on_gpu=self.config.engine.platform != "cpu")
+        return self.config.train.saves_beside_training(staged, host, on_gpu=self.config.engine.wants_gpus)
 
     def host_memory(self, stage: int, memory: RankMemory, *, step_tokens: float) -> HostMemory:
         owned = self.owned_weights(stage)

@@ -116,7 +116,7 @@ def active_parameters(spec: ModelSpec) -> int:
     return model_parameters(spec) - experts * (spec.experts.count - spec.experts.per_token) // spec.experts.count
 
 
-class ParameterCount(NamedTuple):
+class _ParameterCount(NamedTuple):
     dense: int
     experts: int
 
@@ -128,7 +128,7 @@ class ParameterCount(NamedTuple):
 @lru_cache(maxsize=256)
 def _layer_parameters(
     spec: ModelSpec, tp: int, ep: int, etp: int | None, *, has_experts: bool, lora: LoraConfig | None
-) -> ParameterCount:
+) -> _ParameterCount:
     one = replace(spec, num_layers=1, dense_layers=0 if has_experts or spec.experts is None else 1)
     layout = megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0)
     if lora is not None:
@@ -136,7 +136,7 @@ def _layer_parameters(
     untrained = {shard.param for shard in layout.shards if is_always_fp32(shard.tensor)}
     sizes = {name: math.prod(shape) for name, shape in layout.params.items() if ".layers." in name and name not in untrained}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    return ParameterCount(sum(sizes.values()) - experts, experts)
+    return _ParameterCount(sum(sizes.values()) - experts, experts)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class ModelSplit:
         """Counts a rank's embedding weights, with padding."""
         return self.spec.padded_vocab_size(self.parallel.tp) // self.parallel.tp * self.spec.hidden_size
 
-    def in_layers(self, stage: int, lora: LoraConfig | None = None) -> ParameterCount:
+    def in_layers(self, stage: int, lora: LoraConfig | None = None) -> _ParameterCount:
         layers = self.stage_layers[stage]
         sparse = sum(map(self.spec.has_experts, layers))
         dense = experts = 0
@@ -176,13 +176,13 @@ class ModelSplit:
                 split = self.parallel.tp, self.parallel.ep, self.parallel.etp
                 layer = _layer_parameters(self.spec, *split, has_experts=has_experts, lora=lora)
                 dense, experts = dense + count * layer.dense, experts + count * layer.experts
-        return ParameterCount(dense, experts)
+        return _ParameterCount(dense, experts)
 
-    def in_stage(self, stage: int, lora: LoraConfig | None = None) -> ParameterCount:
+    def in_stage(self, stage: int, lora: LoraConfig | None = None) -> _ParameterCount:
         """Also counts embedding, norm and head."""
         dense, experts = self.in_layers(stage, lora)
         if lora is not None:
-            return ParameterCount(dense, experts)
+            return _ParameterCount(dense, experts)
         first, last = stage == 0, stage == self.parallel.pp - 1
         if first:
             dense += self.vocabulary
@@ -190,7 +190,7 @@ class ModelSplit:
             dense += self.spec.hidden_size
             if not (first and self.spec.tied_embeddings):  # tied: the last of several stages has a copy of the embedding
                 dense += self.vocabulary
-        return ParameterCount(dense, experts)
+        return _ParameterCount(dense, experts)
 
-    def stages(self, lora: LoraConfig | None = None) -> list[ParameterCount]:
+    def stages(self, lora: LoraConfig | None = None) -> list[_ParameterCount]:
         return [self.in_stage(stage, lora) for stage in range(self.parallel.pp)]

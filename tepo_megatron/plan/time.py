@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from tepo_megatron.config import ClusterConfig, RunConfig
-from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, HostMemory, TrainingRanks, on_gpu
+from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, HostMemory, TrainingRanks
 from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec
 from tepo_megatron.weights.adapters import adapted_tensors
 from tepo_megatron.weights.architecture import ModelSpec
@@ -46,7 +46,7 @@ class ServerMemory:
         if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
             draft = b * model_parameters(guesser) / server.tp
             per_token += _kv_bytes_per_token(guesser, server.tp, b)
-        if on_gpu(config):
+        if config.engine.wants_gpus:
             workspace: float = _VLLM_WORKSPACE
             kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - draft - workspace
         else:

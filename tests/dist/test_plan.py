@@ -15,7 +15,7 @@ import pytest
 from scripts.studies.measure_plan import MODEL, compare, configs, counts
 from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.plan import Plan, check_exact, make_plan
+from tepo_megatron.plan import Plan, make_plan
 from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.tools.bench.recipes import make_model
@@ -51,7 +51,7 @@ def counted_by_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> None:
     plan = recipe(name)
     parallel = plan.config.engine.parallel
-    counts = check_exact(plan)
+    counts = plan.check_exact()
     assert [len(row) for row in counts] == [parallel.tp] * parallel.pp
     assert [set(row) for row in counts] == [{expected} for expected in plan.stage_parameters]
 
@@ -66,7 +66,7 @@ def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, paralle
     split = ParallelConfig(**parallel, sequence_parallel=True)
     engine = config.engine.model_copy(update={"parallel": split})
     plan = replace(recipe("qwen2.5-7b"), spec=resolve_spec(model)[0], config=config.model_copy(update={"engine": engine}))
-    assert check_exact(plan) == [[count] * split.tp for count in plan.stage_parameters]
+    assert plan.check_exact() == [[count] * split.tp for count in plan.stage_parameters]
 
 
 def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
@@ -86,14 +86,14 @@ def test_a_count_that_differs_names_the_rank_and_both_counts(monkeypatch: pytest
     answer = subprocess.CompletedProcess([], 0, stdout=json.dumps([[expected, 11]]), stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     with pytest.raises(RuntimeError, match=rf"11 parameters on tp rank 1 of pipeline stage 0, but the formula .* {expected:,}"):
-        check_exact(plan)
+        plan.check_exact()
 
 
 def test_a_place_without_megatron_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nModuleNotFoundError: No module named 'torch'\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(RuntimeError, match=r"No module named 'torch'.*trainer's environment"):
-        check_exact(recipe("qwen2.5-7b"))
+        recipe("qwen2.5-7b").check_exact()
 
 
 TOLERANCE = {"weights": 0.01, "gradients": 0.01, "optimizer": 0.01, "a step's batch": 0.03}

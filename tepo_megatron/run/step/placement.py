@@ -32,7 +32,7 @@ class Placement:
 
     @property
     def on_gpus(self) -> bool:
-        return self.config.engine.platform != "cpu" and self.machine.gpus > 0
+        return self.config.engine.wants_gpus and self.machine.gpus > 0
 
     @property
     def transport(self) -> TransportName:
