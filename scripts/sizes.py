@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_988,
-    "tests, lines": 44_676,
-    "docs and docstrings, words": 109_997,
-    "public classes and functions": 850,
+    "package, lines": 52_977,
+    "tests, lines": 44_675,
+    "docs and docstrings, words": 109_987,
+    "public classes and functions": 849,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -1,19 +1,26 @@
-"""Runs Python programs that a model wrote."""
+"""Runs Python programs that a model wrote, without files, signals, privileges, and a life beyond their parent's."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import functools
 import os
+import platform
 import resource
 import signal
 import socket
+import struct
+import subprocess
+import sys
+import sysconfig
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from tepo_megatron.runtime.isolation import PYTHON, confined
+from tepo_megatron.runtime.supervise import folder_name, remove_tree, temporary_folder
 from tepo_megatron.runtime.worker_child import time_limit
 
 _MOST_PRINTED = 4 * 2**20
@@ -70,12 +77,12 @@ class Sandbox:
         self, arguments: Sequence[str], given: bytes, stdout: BinaryIO | None, ends: Sequence[socket.socket]
     ) -> AsyncIterator[asyncio.subprocess.Process]:
         descriptors = [end.fileno() for end in ends]
-        with confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine):
+        with _confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine):
             with tempfile.TemporaryFile() as stdin:
                 stdin.write(given)
                 stdin.seek(0)
                 process = await asyncio.create_subprocess_exec(
-                    *PYTHON,
+                    *_PYTHON,
                     *arguments,
                     *map(str, descriptors),
                     cwd=folder,
@@ -144,3 +151,150 @@ async def _read_end() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
             yield stream, write_end
         finally:
             transport.close()
+
+
+_NOBODY = 65534
+_KERNEL = ctypes.CDLL(None, use_errno=True)
+_PDEATHSIG, _KEEPCAPS, _GET_SECCOMP, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 1, 8, 21, 22, 38, 47  # prctl(2)
+_READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
+_MACHINES = {
+    # AUDIT_ARCH, prctl, clone; ptrace, open_by_handle_at, clone3, fork, vfork
+    "x86_64": (0xC000003E, 157, 56, (101, 304, 435, 57, 58)),
+    "aarch64": (0xC00000B7, 167, 220, (117, 265, 435)),
+}
+_PYTHON = (sys.executable, "-I", "-S")
+"""Has neither this package's folders nor the user's variables, and the standard library alone."""
+
+
+@contextmanager
+def _confined(scripts: Sequence[str], identity: tuple[bool, int] | None = None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields a new folder, and what a child calls, as ``preexec_fn``, before it runs Python there. It may read ``scripts``.
+
+    The folder has the caller's name, so that ``sweep`` removes it if the caller is killed.
+    """
+    other_user, capabilities = identity or _identity()
+    base = temporary_folder()
+    with ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=base)
+        stack.callback(remove_tree, folder)
+        if other_user:  # its owner stays, who sweeps
+            os.chown(folder, -1, _NOBODY)
+            os.chmod(folder, 0o770)  # noqa: S103
+        rules = _rules(folder, scripts)
+        if rules is not None:
+            stack.callback(os.close, rules)
+        yield folder, functools.partial(_confine, os.getpid(), other_user, capabilities, rules, _filter())
+
+
+@functools.cache
+def _identity() -> tuple[bool, int]:
+    """Returns whether programs run as another user, and with which capabilities: the least with which Python starts."""
+    if os.geteuid() == 0:
+        for capabilities in (0, _READ_SEARCH) if landlock_version() else (0,):
+            with (
+                suppress(OSError, subprocess.SubprocessError),  # also where the namespace has no such user
+                _confined((__file__,), (True, capabilities)) as (folder, confine),
+            ):
+                command = [*_PYTHON, "-c", f"open({__file__!r}); open({folder!r} + '/file', 'w')"]
+                if subprocess.run(command, preexec_fn=confine, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                    return True, capabilities
+    return False, 0
+
+
+def _confine(parent: int, other_user: bool, capabilities: int, rules: int | None, program: bytes | None) -> None:
+    if other_user:
+        _prctl(_KEEPCAPS, 1)
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    _call(_KERNEL.capset, struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[capabilities] * 3, 0, 0, 0))
+    if capabilities:
+        _prctl(_AMBIENT, 2, capabilities.bit_length() - 1)
+    _prctl(_NO_NEW_PRIVS, 1)
+    if rules is not None:
+        _system_call(446, rules, 0)
+    _prctl(_PDEATHSIG, signal.SIGKILL)  # a change of the user would have removed it
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if program is not None:
+        code = ctypes.create_string_buffer(program)
+        header = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
+        _prctl(_SET_SECCOMP, 2, ctypes.addressof(header))
+
+
+def landlock_version() -> int:
+    """Returns 0 without Landlock."""
+    return max(0, _KERNEL.syscall(444, None, ctypes.c_size_t(0), 1)) if platform.machine() in _MACHINES else 0
+
+
+def _rules(folder: str, scripts: Sequence[str]) -> int | None:
+    version = landlock_version()
+    if version == 0:
+        return None
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    of_files = everything & 0b1100_0000_0000_0111  # execute, write, read, truncate, ioctl
+    read, read_and_write = 0b1101, 0b110  # execute, read, list; write, read
+    scopes = 0b11 if version >= 6 else 0  # abstract sockets, signals
+    rules = _system_call(444, struct.pack("QQQ", everything, 0, scopes), 24, 0)
+    libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+    python = (
+        *map(sysconfig.get_path, ("stdlib", "platstdlib")),
+        f"{sys.base_prefix}/lib",
+        sys.executable,
+        f"{sys.prefix}/pyvenv.cfg",
+    )
+    devices = ("/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom", "/dev/zero")
+    rights = dict.fromkeys((*libraries, *_library_folders(), *python, *devices, *scripts), read)
+    for path, allowed in {**rights, "/dev/null": read_and_write, folder: everything}.items():
+        with suppress(FileNotFoundError):  # this system has none
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed &= everything if os.path.isdir(path) else of_files
+            try:
+                _system_call(445, rules, 1, struct.pack("=Qi", allowed, descriptor), 0)
+            finally:
+                os.close(descriptor)
+    return rules
+
+
+@functools.cache
+def _library_folders() -> list[str]:
+    """Where this process found its libraries, which need not be the system's folders."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        files = {line.split(maxsplit=5)[-1].strip() for line in maps if ".so" in line}
+    return sorted({os.path.dirname(file) for file in files if file.startswith("/")})
+
+
+def _filter() -> bytes | None:
+    """Returns seccomp's program: no new process, no ptrace, no change of the signal at the parent's death."""
+    if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
+        return None
+    architecture, prctl, clone, refused = _MACHINES[platform.machine()]
+    load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | 38  # ENOSYS: the C library then tries another call
+    calls = [(equal, len(refused) - index + 7, 0, number) for index, number in enumerate(refused)]
+    program = [
+        *((load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, 0x80000000), (load, 0, 0, 0)),
+        *((at_least, len(refused) + 8, 0, 0x40000000), *calls),  # x32
+        *((equal, 2, 0, prctl), (equal, 3, 0, clone), (end, 0, 0, allow)),
+        *((load, 0, 0, 16), (equal, 3, 2, _PDEATHSIG)),
+        *((load, 0, 0, 16), (has_bits, 0, 1, 0x10000)),  # a thread
+        *((end, 0, 0, allow), (end, 0, 0, refuse)),
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    _call(_KERNEL.prctl, option, *(ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]))
+
+
+def _system_call(number: int, *arguments: Any) -> int:
+    return _call(
+        _KERNEL.syscall, *(ctypes.c_long(value) if isinstance(value, int) else value for value in (number, *arguments))
+    )
+
+
+def _call(function: Callable[..., int], *arguments: Any) -> int:
+    result = function(*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

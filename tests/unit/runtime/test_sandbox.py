@@ -16,21 +16,20 @@ import psutil
 import pytest
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.runtime import isolation
+from tepo_megatron.runtime import sandbox
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.processes import eventually, gone
 
 WORKER = """
 import asyncio, sys
-from tepo_megatron.runtime import isolation
-from tepo_megatron.runtime.sandbox import Sandbox
+from tepo_megatron.runtime import sandbox
 from tepo_megatron.runtime.worker_child import leave_network
 if "no landlock" in sys.argv:
-    isolation.landlock_version = lambda: 0
+    sandbox.landlock_version = lambda: 0
 assert leave_network() is None
-print(asyncio.run(Sandbox(60, 256).run(("-c", sys.argv[1]), kept=4000)).head.decode())
+print(asyncio.run(sandbox.Sandbox(60, 256).run(("-c", sys.argv[1]), kept=4000)).head.decode())
 """
-LANDLOCK = isolation.landlock_version()
+LANDLOCK = sandbox.landlock_version()
 NOBODY = 65534
 TRIED = "\ntry:\n    {}\nexcept OSError as error:\n    print(type(error).__name__)\nelse:\n    print('done')"
 
@@ -62,7 +61,7 @@ def test_folders_in_one_another_are_removed_however_many(base: Path) -> None:
 def test_where_a_namespace_has_no_other_user_programs_run_as_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container without privileges, where root is mapped alone."""
     monkeypatch.setattr(os, "chown", mock.Mock(side_effect=OSError(errno.EINVAL, "")))
-    assert isolation._identity.__wrapped__() == (False, 0)
+    assert sandbox._identity.__wrapped__() == (False, 0)
 
 
 @pytest.mark.skipif(LANDLOCK == 0, reason="this kernel has no Landlock")
