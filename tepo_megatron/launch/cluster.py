@@ -10,7 +10,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.config.paths import paths_in
-from tepo_megatron.launch import executors
+from tepo_megatron.launch.executors import TITLE, check_machine, check_paths
 from tepo_megatron.launch.job import Job
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class ClusterRun:
     def check(self) -> None:
         """Raises ValueError for a missing file, image or checkpoint, an output folder in use, or what the executor lacks."""
         if self.config.cluster.executor != "slurm":
-            executors.check_machine(self.config)
+            check_machine(self.config)
         if self.config.cluster.is_one_job:
-            executors.check_paths(self.config)
+            check_paths(self.config)
         else:
             self._check_files()
             self._check_images()
@@ -146,7 +146,8 @@ class ClusterRun:
     def status(self, job: str) -> str:
         """Returns the state in Slurm's or NeMo-Run's words, or UNKNOWN."""
         if self.config.cluster.executor != "slurm":
-            return executors.status(job)
+            (task,) = _experiment(job).status(return_dict=True).values()
+            return str(task["status"]).rpartition(".")[2]
         for query in _QUERIES:
             answer = self._run(query.format(job=job))
             if answer.ok and answer.stdout.strip():
@@ -155,7 +156,7 @@ class ClusterRun:
 
     def cancel(self, job: str) -> None:
         if self.config.cluster.executor != "slurm":
-            executors.cancel(job)
+            _experiment(job).cancel(f"{TITLE}-{job}")
             return
         answer = self._run(f"scancel {shlex.quote(job)}")
         if not answer.ok:
@@ -182,3 +183,13 @@ class ClusterRun:
             command = f"for file in {' '.join(map(shlex.quote, having))}; do {heads}; done"
             command += f"; tail -qF -n 0 {files} | {select}" if follow else ""
         self.tunnel.run(command, hide=False, warn=True)
+
+
+def _experiment(job: str) -> Any:
+    """Raises ValueError where the job was not submitted."""
+    import nemo_run
+
+    try:
+        return nemo_run.Experiment.from_id(f"{TITLE}_{job}")
+    except AssertionError as error:
+        raise ValueError(f"job {job} was submitted by another user or machine; ask there, where NeMo-Run knows it") from error

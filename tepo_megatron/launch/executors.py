@@ -297,22 +297,3 @@ def _executor_class(config: RunConfig) -> Any:
 
     names = {"skypilot": "Skypilot", "dgxcloud": "DGXCloud", "kubernetes": "Kubeflow"}
     return getattr(nemo_run, f"{names.get(config.cluster.executor, config.cluster.executor.capitalize())}Executor")
-
-
-def status(job: str) -> str:
-    (task,) = _experiment(job).status(return_dict=True).values()
-    return str(task["status"]).rpartition(".")[2]
-
-
-def cancel(job: str) -> None:
-    _experiment(job).cancel(f"{TITLE}-{job}")
-
-
-def _experiment(job: str) -> Any:
-    """Raises ValueError where the job was not submitted."""
-    import nemo_run
-
-    try:
-        return nemo_run.Experiment.from_id(f"{TITLE}_{job}")
-    except AssertionError as error:
-        raise ValueError(f"job {job} was submitted by another user or machine; ask there, where NeMo-Run knows it") from error

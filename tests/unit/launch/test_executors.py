@@ -12,6 +12,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch import executors
+from tepo_megatron.launch.cluster import ClusterRun
 from tepo_megatron.launch.executors import _arguments, check_machine, check_paths, write_scripts
 from tepo_megatron.launch.job import Job, on_nodes
 from tests.support.shell import bash, write_script
@@ -146,6 +147,7 @@ def test_what_an_executor_lacks_is_one_sentence(
 def test_a_job_of_another_machine_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = Mock(side_effect=AssertionError("Experiment not found"))
     monkeypatch.setitem(sys.modules, "nemo_run", Mock(Experiment=Mock(from_id=unknown)))
-    for ask in (executors.status, executors.cancel):
+    cluster = ClusterRun(config_of("skypilot"), Mock())
+    for ask in (cluster.status, cluster.cancel):
         with pytest.raises(ValueError, match=f"job {JOB} was submitted by another user or machine; ask there"):
             ask(JOB)
