@@ -155,7 +155,7 @@ class _LogClip(_LowHigh):
     """If A > 0, δ counts as at most high."""
 
 
-class LengthClip(ObjectiveSection):
+class _LengthClip(ObjectiveSection):
     """Bounds the log of an un-normalised sequence ratio to ±width · √T_i, T_i response tokens (FSPO)."""
 
     kind: Literal["length_clip"] = "length_clip"
@@ -195,7 +195,7 @@ class _Divergence(ObjectiveSection):
 
 
 TrustRegion = Annotated[
-    Clip | ClipCov | _ClipWeight | _LogClip | LengthClip | _SoftGate | _Divergence | _NoTrustRegion | OwnTrustRegion,
+    Clip | ClipCov | _ClipWeight | _LogClip | _LengthClip | _SoftGate | _Divergence | _NoTrustRegion | OwnTrustRegion,
     CustomSlot("trust_region"),
 ]
 
@@ -222,7 +222,7 @@ class _Advantage(ObjectiveSection):
     """Lowers rewards of long responses (DAPO); null: off."""
 
 
-class GroupAdvantage(_Advantage):
+class _GroupAdvantage(_Advantage):
     """Reward minus the group's mean, divided by the group's standard deviation."""
 
     kind: Literal["group"] = "group"
@@ -282,7 +282,7 @@ class GDPOAdvantage(ObjectiveSection):
         return frozenset({"reward_parts"})
 
 
-class TeacherAdvantage(ObjectiveSection):
+class _TeacherAdvantage(ObjectiveSection):
     """The advantage of a token is log π_teacher − log π_old, on average −KL(π_old‖π_teacher). Rewards are not read."""
 
     kind: Literal["teacher"] = "teacher"
@@ -292,7 +292,7 @@ class TeacherAdvantage(ObjectiveSection):
         return frozenset({"teacher"})
 
 
-class TokenRatio(ObjectiveSection):
+class _TokenRatio(ObjectiveSection):
     """π_θ / π_old of each token alone: exp(δ)."""
 
     noise: ClassVar[str] = "ratio"
@@ -308,7 +308,7 @@ class _SequenceRatio(ObjectiveSection):
     """true: s_i is the geometric mean of the token ratios; false: their product."""
 
 
-class SequenceTokenRatio(ObjectiveSection):
+class _SequenceTokenRatio(ObjectiveSection):
     """The sequence ratio's value with each token's gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
     noise: ClassVar[str] = "sequence_ratio"
@@ -335,7 +335,7 @@ class _PowerMeanRatio(ObjectiveSection):
     """1: arithmetic mean; 0: geometric mean, as in GSPO. Larger p weighs the largest ratios more."""
 
 
-class TokenMean(ObjectiveSection):
+class _TokenMean(ObjectiveSection):
     """Sum over response tokens, divided by their number in the optimizer step."""
 
     kind: Literal["token_mean"] = "token_mean"
@@ -359,16 +359,18 @@ class _ConstantSum(ObjectiveSection):
 
 
 Advantage = Annotated[
-    GroupAdvantage
+    _GroupAdvantage
     | _NoStdAdvantage
     | _LeaveOneOutAdvantage
     | _DivideByMeanAdvantage
     | _WhitenedAdvantage
     | GDPOAdvantage
-    | TeacherAdvantage
+    | _TeacherAdvantage
     | OwnAdvantage,
     CustomSlot("advantage"),
 ]
-BuiltinRatio = TokenRatio | _SequenceRatio | SequenceTokenRatio | _PrefixRatio | _PowerMeanRatio
+BuiltinRatio = _TokenRatio | _SequenceRatio | _SequenceTokenRatio | _PrefixRatio | _PowerMeanRatio
 Ratio = Annotated[BuiltinRatio | OwnRatio, CustomSlot("ratio")]
-Aggregation = Annotated[TokenMean | _SequenceMean | _ConstantSum | OwnAggregation, CustomSlot("aggregation")]
+Aggregation = Annotated[_TokenMean | _SequenceMean | _ConstantSum | OwnAggregation, CustomSlot("aggregation")]
+
+GROUP, SEQUENCE_TOKEN, TOKEN_MEAN = _GroupAdvantage(), _SequenceTokenRatio(), _TokenMean()

@@ -8,16 +8,14 @@ from pydantic import model_validator
 
 from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.objective.choices import (
+    GROUP,
+    SEQUENCE_TOKEN,
+    TOKEN_MEAN,
     Advantage,
     Aggregation,
     Clip,
     ClipCov,
-    GroupAdvantage,
-    LengthClip,
     Ratio,
-    SequenceTokenRatio,
-    TokenMean,
-    TokenRatio,
     TrustRegion,
 )
 from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin
@@ -49,16 +47,16 @@ class ObjectiveConfig(Section):
     plugins: tuple[str, ...] = ()
     """Modules with custom kinds to import: ``my_objective.py`` (relative to the run's file), or an installed one."""
 
-    advantage: Advantage = GroupAdvantage()
+    advantage: Advantage = GROUP
     """How rewards become advantages A, one per response."""
 
-    ratio: Ratio = SequenceTokenRatio()
+    ratio: Ratio = SEQUENCE_TOKEN
     """Level at which π_θ is compared with π_old. Our interpretation of TEPO: the sequence ratio's token form."""
 
     trust_region: TrustRegion = Clip(scale="length", low=0.026, high=0.035)
     """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO."""
 
-    aggregation: Aggregation = TokenMean()
+    aggregation: Aggregation = TOKEN_MEAN
     """How token values become one number: weights and divisor."""
 
     kl_mask: KLMask | None = KLMask()
@@ -149,13 +147,13 @@ class ObjectiveConfig(Section):
         # a mean of a response's tokens stays near 1
         is_mean = not isinstance(ratio, OwnRatio) and getattr(ratio, "length_normalized", ratio.kind == "power_mean")
         with_ratio = f"objective.ratio.kind = {ratio.kind!r}"
-        if isinstance(region, LengthClip) and (is_mean or ratio.kind in ("token", "prefix")):
+        if region.kind == "length_clip" and (is_mean or ratio.kind in ("token", "prefix")):
             yield (
                 f"objective.trust_region.kind = 'length_clip' with {with_ratio}: its bound grows as a sum of log-ratios does; "
                 "set objective.ratio.kind = 'sequence' and objective.ratio.length_normalized = false"
             )
         if isinstance(region, Clip) and region.scale == "length":
-            if isinstance(ratio, TokenRatio | OwnRatio):
+            if isinstance(ratio, OwnRatio) or ratio.kind == "token":
                 yield (
                     f"objective.trust_region.scale = length with {with_ratio}: a token's ratio does not depend on the length; "
                     "set objective.ratio.kind = sequence_token or prefix, or objective.trust_region.scale = fixed"
@@ -170,7 +168,7 @@ class ObjectiveConfig(Section):
             advice = f"{with_ratio} with a trust region of {widest:g}"
             if is_mean and widest > 0.05:
                 warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual", stacklevel=2)
-            elif isinstance(ratio, TokenRatio) and widest < 0.05:
+            elif ratio.kind == "token" and widest < 0.05:
                 warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
 
 

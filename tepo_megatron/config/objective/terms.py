@@ -25,7 +25,7 @@ def _acts(coefficient: Any) -> Any:
 Coefficient = Annotated[PositiveFloat, BeforeValidator(_acts)]
 
 
-class KLTerm(ObjectiveSection):
+class _KLTerm(ObjectiveSection):
     coefficient: Coefficient
     """Factor of the KL, which is subtracted from the surrogate."""
 
@@ -49,7 +49,7 @@ class KLTerm(ObjectiveSection):
         return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
 
 
-class KLMask(KLTerm):
+class KLMask(_KLTerm):
     """TEPO's token-level KL mask: penalises only response tokens with positive advantage and falling entropy."""
 
     coefficient: Coefficient = 1.0
@@ -99,7 +99,7 @@ class KLMask(KLTerm):
         yield from self._idle(["tolerance"], "falling", "measured")
 
 
-class KL(KLTerm):
+class KL(_KLTerm):
     """Penalises KL on every response token."""
 
     coefficient: Coefficient = 0.04
@@ -111,7 +111,7 @@ class KL(KLTerm):
     """
 
 
-class KLCov(KLTerm):
+class KLCov(_KLTerm):
     """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
 
     coefficient: Coefficient = 1.0

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import Advantage, GDPOAdvantage, TeacherAdvantage
+from tepo_megatron.config.objective.choices import Advantage, GDPOAdvantage
 from tepo_megatron.config.objective.custom import OwnAdvantage
 from tepo_megatron.core.objective.ratio import sequence_sum
 from tepo_megatron.core.objective.values import check_custom
@@ -53,7 +53,7 @@ def token_advantages(choice: Advantage, batch: Batch) -> Tensor:
     """Returns [T], 0 outside the loss mask."""
     assert batch.advantages_S is not None
     values_T = batch.advantages_S[batch.sequence_index_T]
-    if isinstance(choice, TeacherAdvantage):
+    if choice.kind == "teacher":
         assert batch.teacher_logprobs_T is not None
         assert batch.old_logprobs_T is not None
         values_T = batch.teacher_logprobs_T - batch.old_logprobs_T

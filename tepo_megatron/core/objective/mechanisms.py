@@ -13,16 +13,7 @@ from torch import Tensor
 from tepo_megatron.config.objective.choices import ClipCov, TrustRegion
 from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.objective.terms import (
-    KL,
-    Distill,
-    KLCov,
-    KLMask,
-    KLTerm,
-    OffPolicySequenceMask,
-    Rejection,
-    SecondMomentMask,
-)
+from tepo_megatron.config.objective.terms import KL, Distill, KLCov, KLMask, OffPolicySequenceMask, Rejection, SecondMomentMask
 from tepo_megatron.core.objective.ratio import over_sequence
 from tepo_megatron.core.objective.values import LARGEST, StepValues, TokenValues, check_custom
 
@@ -48,7 +39,7 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
     return difference_T.abs()
 
 
-def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
+def _kl_penalty(term: KL | KLCov | KLMask, values: TokenValues) -> Tensor:
     """``importance``: tokens are drawn from π_old, so exp(δ) has a gradient (docs/reference/tepo.md, equation 8)."""
     by_name = {"old": values.delta_T, "reference": values.reference_delta_T, "teacher": values.teacher_delta_T}
     difference_T = by_name[term.against]
