@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_960,
+    "package, lines": 52_950,
     "tests, lines": 44_677,
-    "docs and docstrings, words": 109_987,
-    "public classes and functions": 840,
+    "docs and docstrings, words": 109_978,
+    "public classes and functions": 838,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -39,7 +39,7 @@ def _train(
 
     [dim]tepo train examples/tiny/run.yaml output=out/short --resume --from step_000010[/]
     """
-    from tepo_megatron.run.api import prepare_run, start_ranks, train_as_rank
+    from tepo_megatron.run.api import prepare_run, run_rank, start_ranks
 
     outlive_readers()
     with user_errors():
@@ -49,7 +49,7 @@ def _train(
         config = load_config(file, settings)
         prepare_run(config, overwrite=overwrite)
     if under_torchrun():
-        raise typer.Exit(train_as_rank(config))
+        raise typer.Exit(run_rank(config))
     code, message = start_ranks(config, [str(file), *settings] if file is not None else settings)
     if message:
         print_error(message)

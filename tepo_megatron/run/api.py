@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,7 +83,8 @@ def train(
         raise
     run = resolve_dtype(run, this_machine().gpus)
     if rank.under_torchrun():
-        if code := train_as_rank(run, extensions):  # ends the process, as torchrun's agent expects
+        code = run_rank(run, partial(_train_as_rank, extensions=extensions))
+        if code:  # ends the process, as torchrun's agent expects
             sys.exit(code)
     elif run.engine.parallel.world_size == 1:
         from tepo_megatron.run.training import train_model
@@ -302,15 +304,11 @@ def _check_restarts(config: RunConfig) -> None:
         )
 
 
-def train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> int:
+def _train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
+    with _uncollected():
+        from tepo_megatron.run.training import train_model
 
-    def work(config: RunConfig) -> None:
-        with _uncollected():
-            from tepo_megatron.run.training import train_model
-
-        train_model(config, extensions)
-
-    return run_rank(config, work)
+    train_model(config, extensions)
 
 
 @contextmanager
@@ -327,8 +325,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
-
+def run_rank(config: RunConfig, work: Callable[[RunConfig], None] = _train_as_rank) -> int:
     from tepo_megatron.run.output.resume import of_attempt
 
     def checked() -> None:

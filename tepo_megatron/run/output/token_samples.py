@@ -13,7 +13,6 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples
-from tepo_megatron.run.step.minibatches import recorded_places
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.trainer.protocol import UpdateResult
 
@@ -30,14 +29,14 @@ def token_samples(
     tokenizer: Tokenizer,
 ) -> TokenSamples:
     """Values of the first ``count`` groups. ``rollouts`` are in batch order; ``step`` is its row's number."""
-    places = recorded_places([rollout.group for rollout in rollouts], count)
+    groups = sorted({rollout.group for rollout in rollouts})[:count]
+    places = [place for place, rollout in enumerate(rollouts) if rollout.group in groups]
     chosen = [rollouts[place] for place in places]
     trained: dict[int, dict[str, _Values]] = {}
     for number, (part, update) in enumerate(zip(parts, updates, strict=True), start=1):
         trained |= _values_of(part, update, number)
     arrays = [_response(rollout, trained.get(place, {})) for place, rollout in zip(places, chosen, strict=True)]
     first_of = {rollout.group: rollout for rollout in reversed(chosen)}
-    groups = sorted(first_of)
     prompts = []
     for rollout in (first_of[group] for group in groups):
         problem = problems.get(rollout.problem_id)

@@ -32,16 +32,10 @@ def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
     """``step`` is the row's number. The same on every rank."""
     if not log.records_tokens(step):
         return batch
-    recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
-    numbers_S = torch.full_like(batch.groups_S, -1)
-    numbers_S[recorded] = torch.tensor(recorded, dtype=numbers_S.dtype, device=numbers_S.device)
-    return batch.with_(recorded_S=numbers_S)
-
-
-def recorded_places(groups: Sequence[int], count: int) -> list[int]:
-    """Returns indices of sequences; ``groups``: the group of each."""
-    chosen = set(sorted(set(groups))[:count])
-    return [place for place, group in enumerate(groups) if group in chosen]
+    groups_S = batch.groups_S
+    numbers_S = torch.arange(groups_S.numel(), dtype=groups_S.dtype, device=groups_S.device)
+    chosen_S = torch.isin(groups_S, groups_S.unique()[: log.token_samples])
+    return batch.with_(recorded_S=numbers_S.where(chosen_S, -1))
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
