@@ -3,7 +3,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -105,6 +105,19 @@ class Section(BaseModel):
         values = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """``values``: by dotted path. Raises ValidationError; does not warn."""
+        raw = self.model_dump()
+        for path, value in values.items():
+            *parents, name = path.split(".")
+            inner: Any = raw
+            for parent in parents:
+                inner = inner[parent]
+            inner[name] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return type(self).model_validate(raw)
+
     def _idle(self, names: Iterable[str], other: str, needed: Any) -> Iterator[str]:
         """Yields a sentence for each set field that acts only if ``other`` has the value ``needed``."""
         if getattr(self, other) != needed:
@@ -130,20 +143,3 @@ class Section(BaseModel):
 
 def _as_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-S = TypeVar("S", bound=Section)
-
-
-def changed(section: S, values: Mapping[str, Any]) -> S:
-    """``values``: by dotted path. Raises ValidationError; does not warn."""
-    raw = section.model_dump()
-    for path, value in values.items():
-        *parents, name = path.split(".")
-        inner: Any = raw
-        for parent in parents:
-            inner = inner[parent]
-        inner[name] = value
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return type(section).model_validate(raw)

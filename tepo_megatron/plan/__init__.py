@@ -13,7 +13,6 @@ from itertools import combinations, product
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.base import changed
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
@@ -186,7 +185,7 @@ class Plan:
 
     def _changed(self, values: _Settings) -> Plan | None:
         try:
-            config = changed(self.config, values)
+            config = self.config.with_values(values)
             plan = Plan(config, self.spec, self.lengths)
             check_placement(config)
             _check_layout(plan.ranks)

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tepo_megatron.config.base import Section, changed
+from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomKind
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import Objective, StepContext, build_objective
@@ -166,7 +166,7 @@ class ObjectiveChecks:
 
     def _effect(self, slot: str, section: Section, path: tuple[str, ...], value: Any) -> str:
         try:
-            other = changed(section, {".".join(path): value})
+            other = section.with_values({".".join(path): value})
         except ValidationError:
             return "refused" if isinstance(value, int | float) and not isinstance(value, bool) else "acts"
         return "acts" if self.acts(self._config.model_copy(update={slot: other})) else "nothing"
