@@ -15,7 +15,7 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split
 
@@ -245,7 +245,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     config, cluster, ranks, lengths = plan.config, plan.config.cluster, plan.ranks, plan.lengths
     if plan.substitute:
         yield plan.substitute
-    if (unknown := draft_spec(config)[1]) is not None:
+    if (unknown := ServerMemory.draft_spec(config)[1]) is not None:
         yield unknown
     if config.rollout.server.speculative is not None:
         yield "sampling takes as long as without speculative decoding: how many guesses hold is not known"

@@ -41,7 +41,7 @@ class ServerMemory:
         quantised = _linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
         weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
         per_token = _kv_bytes_per_token(spec, server.tp, b)
-        guesser, _ = draft_spec(config)
+        guesser, _ = cls.draft_spec(config)
         draft = 0.0
         if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
             draft = b * model_parameters(guesser) / server.tp
@@ -63,6 +63,17 @@ class ServerMemory:
             concurrency_longest=capacity // longest,
             concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
         )
+
+    @staticmethod
+    def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
+        """Returns the shape, or why it is unknown. vLLM supports more models than the trainer."""
+        speculative = config.rollout.server.speculative
+        if speculative is None or speculative.draft_model is None:
+            return None, None
+        try:
+            return resolve_spec(str(speculative.draft_model), "rollout.server.speculative.draft_model")[0], None
+        except ValueError as error:
+            return None, f"the draft model's memory is not counted: {error}"
 
 
 _Link = Literal["device", "nvlink", "network"]
@@ -171,17 +182,6 @@ class SyncTraffic:
 
 def _server_bytes(config: RunConfig) -> int:
     return ELEMENT_BYTES[config.rollout.server.served_dtype(config.dtype())]
-
-
-def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
-    """Returns the shape, or why it is unknown. vLLM supports more models than the trainer."""
-    speculative = config.rollout.server.speculative
-    if speculative is None or speculative.draft_model is None:
-        return None, None
-    try:
-        return resolve_spec(str(speculative.draft_model), "rollout.server.speculative.draft_model")[0], None
-    except ValueError as error:
-        return None, f"the draft model's memory is not counted: {error}"
 
 
 def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:

@@ -54,7 +54,7 @@ class Canaries:
         self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
         started = time.perf_counter()
-        share = check_read_back(step, fleet.read_back())
+        share = Canary.check_read_back(step, fleet.read_back())
         theirs = fleet.prompt_logprobs(prompt)
         gap = self._canary.check(step, prompt, logprobs, theirs)
         mean, p90 = Canary.usual_gaps(logprobs, theirs)
@@ -181,20 +181,6 @@ class Tolerances(NamedTuple):
         }
 
 
-def check_read_back(step: int, results: Mapping[str, ReadBack]) -> float:
-    """Returns the smallest share of weights that was compared. Raises RuntimeError."""
-    wrong = [
-        f"{url} has {len(result.changed)}: {', '.join(result.changed[:8])}" for url, result in results.items() if result.changed
-    ]
-    if wrong:
-        raise RuntimeError(
-            f"weights {step}: parameters of servers do not have the values that the trainer sent, though all arrived: "
-            f"{'; '.join(wrong)}. They were loaded into the wrong place, not at all, or changed since; samples would be of "
-            "other weights. Start again with --resume, which starts new servers"
-        )
-    return min((result.share for result in results.values()), default=0.0)
-
-
 class Canary:
     """In nats. Unchanged log-probs reveal old weights."""
 
@@ -248,6 +234,22 @@ class Canary:
         """Returns the mean and the 90th percentile of the worst server."""
         gaps_ST = (torch.tensor(list(theirs.values()), dtype=torch.float64) - torch.tensor(ours, dtype=torch.float64)).abs()
         return float(gaps_ST.mean(1).max()), float(gaps_ST.quantile(0.9, dim=1).max())
+
+    @staticmethod
+    def check_read_back(step: int, results: Mapping[str, ReadBack]) -> float:
+        """Returns the smallest share of weights that was compared. Raises RuntimeError."""
+        wrong = [
+            f"{url} has {len(result.changed)}: {', '.join(result.changed[:8])}"
+            for url, result in results.items()
+            if result.changed
+        ]
+        if wrong:
+            raise RuntimeError(
+                f"weights {step}: parameters of servers do not have the values that the trainer sent, though all arrived: "
+                f"{'; '.join(wrong)}. They were loaded into the wrong place, not at all, or changed since; samples would be of "
+                "other weights. Start again with --resume, which starts new servers"
+            )
+        return min((result.share for result in results.values()), default=0.0)
 
     @staticmethod
     def check_cache(step: int, readings: Mapping[str, CacheReading]) -> float:

@@ -33,7 +33,7 @@ from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
-from tepo_megatron.runtime.preemption import stop_signals
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.restarts import job_name
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
 from tepo_megatron.sampler.rollout_file import write_rollouts
@@ -85,7 +85,7 @@ class Rank0:
             heartbeat=heartbeat,
             collect=collect,
         )
-        self._signals = stop_signals()
+        self._signals = StopSignals.current()
         self._problems = inputs.by_id
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
@@ -264,7 +264,7 @@ class _Servers:
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: dict[str, float]) -> None:
         self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost
-        self._signals = stop_signals()
+        self._signals = StopSignals.current()
         self.sampler: Sampler | None = None
         self._starting: Future[None] | None = None
         if config.rollout.replay is not None:

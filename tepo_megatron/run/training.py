@@ -25,7 +25,7 @@ from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import available_cores, this_machine, variable
-from tepo_megatron.runtime.preemption import StopRequested, not_ignored, stop_signals
+from tepo_megatron.runtime.preemption import StopRequested, StopSignals, not_ignored
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.evaluation import verifier_pools
@@ -39,7 +39,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
     Every rank of the torchrun world calls, or one process for a world of 1. Raises ValueError for what the user can correct, if
     possible before servers and model start; StopRequested after a signal, once the training so far is saved.
     """
-    signals = stop_signals()
+    signals = StopSignals.current()
     trainer_kind().prepare_process(config)  # before the servers' side or the trainer look for GPUs
     if threads := Placement(config, this_machine()).trainer_threads(available_cores()):
         torch.set_num_threads(threads)
@@ -109,7 +109,7 @@ def _open_rank0(
     )
     output = Output(config, Progress.of(config.log))
     stack.callback(output.close)
-    stop_signals().say = callbacks.say = output.message
+    StopSignals.current().say = callbacks.say = output.message
     heartbeat.start()
     for notice in (*inputs.left_out, *([] if task.notice is None else [task.notice])):
         output.message(notice)

@@ -104,6 +104,11 @@ class StopSignals:
         self._wakes_before = -1
         self._noting = threading.RLock()  # a handler may interrupt another in the main thread
 
+    @staticmethod
+    def current() -> StopSignals:
+        """Returns a handler without signals if the caller handles them."""
+        return _current
+
     @contextmanager
     def borrowed(self) -> Iterator[StopSignals]:
         """Handles signals in the context, if in the main thread."""
@@ -118,7 +123,7 @@ class StopSignals:
             _current = before
 
     def install(self) -> StopSignals:
-        """Makes them this process's ``stop_signals``."""
+        """Makes them this process's ``current``."""
         global _current
         _current = self
         self._install()
@@ -241,11 +246,6 @@ class StopSignals:
 
 
 _current = StopSignals()
-
-
-def stop_signals() -> StopSignals:
-    """Returns a handler without signals if the caller handles them."""
-    return _current
 
 
 def _root_process() -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
 from tepo_megatron.runtime.machine import variable
-from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
+from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals
 from tepo_megatron.runtime.rendezvous import refuse_pickles, removals
 from tepo_megatron.runtime.text import echo
 
@@ -93,7 +93,7 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
 def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """Reports this rank's error before peers fail of the closed connection."""
     del kind, trace
-    signals = stop_signals()
+    signals = StopSignals.current()
     if under_torchrun() and isinstance(error, Exception | SystemExit) and (signals.requested is None or signals.at_risk()):
         _report(error)
 

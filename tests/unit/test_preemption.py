@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, STOP_SIGNALS, StopRequested, StopSignals, stop_signals
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, STOP_SIGNALS, StopRequested, StopSignals
 from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.programs import TIMEOUT_S, run_python
 
 RANK = """
 import contextlib, ctypes, os, signal, sys, time
-from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
+from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals
 
 what, grace = sys.argv[1], float(sys.argv[2])
 
@@ -49,7 +49,7 @@ def sleep_in(context):
 signals = StopSignals(grace_s=grace, warning_s=2000.0).install()
 signals.say = tell
 signals.at_risk = lambda: "step 3 is lost; the newest checkpoint is step_000002"
-assert stop_signals() is signals
+assert StopSignals.current() is signals
 if "another thread" in what:  # as the kernel may choose where a process was stopped
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 try:
@@ -228,11 +228,11 @@ def test_a_signal_ends_a_rank_that_has_just_installed_its_handlers(tmp_path: Pat
 
 def test_a_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    outer, threads = stop_signals(), set(threading.enumerate())
+    outer, threads = StopSignals.current(), set(threading.enumerate())
     signal.set_wakeup_fd(wakes := signal.set_wakeup_fd(-1))
     said: list[str] = []
     with StopSignals(ends=False).borrowed() as signals:
-        assert stop_signals() is signals
+        assert StopSignals.current() is signals
         signals.say = said.append
         with pytest.raises(StopRequested):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -244,7 +244,7 @@ def test_a_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
         wait_until(lambda: said, TIMEOUT_S, "the announcement")
         assert said == ["SIGTERM: the run saves and ends"]
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
-    assert stop_signals() is outer
+    assert StopSignals.current() is outer
     wakes_after = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakes)
     assert wakes_after == wakes

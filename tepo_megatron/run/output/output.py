@@ -26,7 +26,7 @@ from tepo_megatron.run.metrics import (
 )
 from tepo_megatron.run.output.resume import LOGGED, check_no_run, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
-from tepo_megatron.runtime.preemption import stop_signals
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
@@ -164,7 +164,7 @@ class Output:
 
     def close(self) -> None:
         """Also for failed runs. Restores the terminal and waits for loggers."""
-        signals = stop_signals()
+        signals = StopSignals.current()
         ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         if not self._finished:
             self._finished = True

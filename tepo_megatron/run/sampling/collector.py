@@ -27,7 +27,7 @@ from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
-from tepo_megatron.runtime.preemption import stop_signals
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.tasks.data.sources import make_sampler
@@ -57,7 +57,7 @@ class RolloutCollector:
         self._config, self._inputs, self._fleet = config, inputs, fleet
         self._rewards, self._task, self._journal = rewards, task, journal
         self._phase, self._heartbeat, self._collect_custom = phase, heartbeat, collect
-        self._signals = stop_signals()
+        self._signals = StopSignals.current()
         rollout, train = config.rollout, config.train
         window = train.max_staleness if train.schedule == "overlap" and fleet is not None else 0
         self._buffer = GroupBuffer(

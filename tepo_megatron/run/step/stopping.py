@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tepo_megatron.runtime.preemption import StopSignals, stop_signals
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
 _MARGIN = 2.0  # factor on the last durations of updates and saves
@@ -20,7 +20,7 @@ class Stopping:
 
     saved_step: int
 
-    signals: StopSignals = field(default_factory=stop_signals)
+    signals: StopSignals = field(default_factory=StopSignals.current)
     on_saved: Callable[[int], None] = lambda step: None
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances, check_read_back
+from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -252,7 +252,7 @@ class _World:
         self.drift = max(self.drift, mean_gap / self.first_gap)
         figures["drift"] = self.drift  # the largest of all syncs with this fault
         with _noting(caught, "read back"):
-            check_read_back(step, self.fleet.read_back())
+            Canary.check_read_back(step, self.fleet.read_back())
         with _noting(caught, "prompt"):
             canary.check(step, self.prompt, ours, theirs)
         with _noting(caught, "version"):

@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canaries, Canary, Tolerances, check_read_back
+from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canaries, Canary, Tolerances
 from tepo_megatron.run.output.resume import resolve_dtype
 from tepo_megatron.run.sampling.step_rewards import token_ages, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
@@ -201,9 +201,9 @@ def check(*parts: Batch, tolerance: float = 0.01, token_tolerance: float = 0.1) 
 
 def test_a_server_whose_weights_are_not_what_it_was_sent_is_named_with_them() -> None:
     good = {"http://a": ReadBack([], 1.0), "http://b": ReadBack([], 0.25)}
-    assert check_read_back(3, good) == 0.25
+    assert Canary.check_read_back(3, good) == 0.25
     with pytest.raises(RuntimeError, match=r"^weights 3: .* http://b has 1: norm\.weight in worker 1\. "):
-        check_read_back(3, {**good, "http://b": ReadBack(["norm.weight in worker 1"], 1.0)})
+        Canary.check_read_back(3, {**good, "http://b": ReadBack(["norm.weight in worker 1"], 1.0)})
 
 
 def test_one_wrong_group_among_many_stops_the_step_and_is_named() -> None:

@@ -23,7 +23,6 @@ from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers import HIDDEN, Ending, without_secrets
 from tepo_megatron.run.loggers.process import Session
 from tepo_megatron.run.metrics import read_metrics
-from tepo_megatron.run.output import output as output_module
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import prepare_folder
 from tepo_megatron.runtime.preemption import PREEMPTED, StopSignals
@@ -181,7 +180,7 @@ def test_a_run_that_is_stopped_is_one_that_was_preempted(tmp_path: Path, fake: P
     """Its process ends two seconds after its output, as W&B's may."""
     fake.write_text(FAKE + "import atexit, time\natexit.register(time.sleep, 2)\n")
     folder, signals = tmp_path / "out", StopSignals()
-    monkeypatch.setattr(output_module, "stop_signals", lambda: signals)
+    monkeypatch.setattr(StopSignals, "current", lambda: signals)
     output, said = open_output(folder, log=WANDB)
     for step in range(4):
         output.write_row(step, {"reward/mean": step / 10, "ratio/max": float("inf")})
