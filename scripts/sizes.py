@@ -22,9 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_947,
-    "tests, lines": 44_676,
+    "tests, lines": 44_677,
     "docs and docstrings, words": 109_978,
-    "public classes and functions": 834,
+    "public classes and functions": 831,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

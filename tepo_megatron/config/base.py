@@ -7,7 +7,6 @@ from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic.json_schema import GenerateJsonSchema
 
 from tepo_megatron.runtime.text import check_text
 
@@ -56,13 +55,6 @@ def merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 """More than 30 days is no limit, and system clocks overflow."""
-
-
-class SchemaGenerator(GenerateJsonSchema):
-    """Names sections without their class's leading underscore."""
-
-    def normalize_name(self, name: str) -> str:
-        return super().normalize_name(name.removeprefix("_"))
 
 
 class Section(BaseModel):

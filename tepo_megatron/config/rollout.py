@@ -227,7 +227,7 @@ class SamplingConfig(Section):
 NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
 
 
-class FilterGroupsConfig(Section):
+class _FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): filtered groups are not trained on; further prompts fill the batch."""
 
     filters: tuple[str, ...] = ("zero_variance",)
@@ -292,7 +292,7 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """G, responses per prompt."""
 
-    filter_groups: FilterGroupsConfig | None = None
+    filter_groups: _FilterGroupsConfig | None = None
     """Dynamic sampling: train on groups that pass filters."""
 
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0

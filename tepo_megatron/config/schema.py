@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
-from tepo_megatron.config.base import SchemaGenerator, Section
+from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomSlot, Plugin
 from tepo_megatron.config.peers import peers
 from tepo_megatron.config.run import RunConfig
@@ -70,10 +71,17 @@ def json_schema() -> Node:
     return _schema(tuple((name, Plugin.load(name).digest) for name in _PLUGINS.get()))
 
 
+class _SchemaGenerator(GenerateJsonSchema):
+    """Names sections without their class's leading underscore."""
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(name.removeprefix("_"))
+
+
 @cache
 def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
-    schema = RunConfig.model_json_schema(schema_generator=SchemaGenerator)
-    added = CustomSlot.schemas([name for name, _ in plugins])
+    schema = RunConfig.model_json_schema(schema_generator=_SchemaGenerator)
+    added = CustomSlot.schemas([name for name, _ in plugins], _SchemaGenerator)
     schema["$defs"] |= added.pop("$defs")
     fields = schema["$defs"]["ObjectiveConfig"]["properties"]
     for slot, node in added.items():

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from tepo_megatron.config.base import Seconds, Section
 
 
-class RollbackConfig(Section):
+class _RollbackConfig(Section):
     """Returns to a checkpoint if a metric explodes."""
 
     metric: str
@@ -117,7 +117,7 @@ class TrainConfig(Section):
     warning_s: PositiveFloat = 300.0
     """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests half a minute earlier."""
 
-    rollback: RollbackConfig | None = None
+    rollback: _RollbackConfig | None = None
     """Return to the newest checkpoint, without the batch, if a metric explodes. Needs ``save_every``."""
 
     resume_from: str | None = None

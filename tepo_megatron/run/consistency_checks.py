@@ -239,9 +239,7 @@ class Canary:
     def check_read_back(step: int, results: Mapping[str, ReadBack]) -> float:
         """Returns the smallest share of weights that was compared. Raises RuntimeError."""
         wrong = [
-            f"{url} has {len(result.changed)}: {', '.join(result.changed[:8])}"
-            for url, result in results.items()
-            if result.changed
+            f"{url} has {len(item.changed)}: {', '.join(item.changed[:8])}" for url, item in results.items() if item.changed
         ]
         if wrong:
             raise RuntimeError(

@@ -50,7 +50,7 @@ class Loop:
         self.saves_beside_training = self.engine.broadcast_from_root(placement.saves_beside_training(self.engine.spec))
         keep = None if self.rank0 is None else self.rank0.keep_skipped
         self.skipped = SkippedUpdates(self.config, keep, self.engine.broadcast_from_root)
-        self.rollback = Rollback(self.config.train.rollback)
+        self.rollback = Rollback(self.config.train)
 
     def run(self) -> None:
         """Every rank calls. Signals, and errors of sampling, rewards and evaluation, are raised on all ranks once unsaved steps

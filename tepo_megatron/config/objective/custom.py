@@ -10,9 +10,10 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
-from tepo_megatron.config.base import SchemaGenerator, Section
+from tepo_megatron.config.base import Section
 from tepo_megatron.runtime.user_code import load_user_module
 
 Need = Literal["reference", "teacher", "divergence", "entropy_slope", "entropy_gradient", "entropy_noise", "reward_parts"]
@@ -276,13 +277,13 @@ class CustomSlot:
         return tuple(kinds)
 
     @classmethod
-    def schemas(cls, plugins: Sequence[str]) -> dict[str, Any]:
+    def schemas(cls, plugins: Sequence[str], generator: type[GenerateJsonSchema]) -> dict[str, Any]:
         """JSON schemas, with ``$defs``, of the fields with kinds of these plugins."""
         schemas: dict[str, Any] = {"$defs": {}}
         for slot, builtin in _BUILTIN.items():
             kinds = cls(slot).kinds(plugins)
             if kinds != builtin:
-                node = _adapter(kinds).json_schema(ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator)
+                node = _adapter(kinds).json_schema(ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=generator)
                 schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}
                 schemas[slot] = node
         return schemas

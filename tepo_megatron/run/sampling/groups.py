@@ -88,7 +88,7 @@ class GroupBuffer:
     ) -> None:
         self._rollout, self._train = config.rollout, config.train
         self._size = config.rollout.prompts_per_step
-        self._encode, self._filters = encode, GroupFilters(config.rollout.filter_groups)
+        self._encode, self._filters = encode, GroupFilters(config.rollout)
         self._by_id = {problem.id: problem for problem in problems}
         self.order, self.window = order, window
         self.changed = threading.Condition(threading.RLock())

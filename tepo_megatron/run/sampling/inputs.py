@@ -54,7 +54,7 @@ class Inputs:
             del rewards[""]
         for reward in rewards.values():
             resolve_verifier(reward.verifier)
-        GroupFilters(config.rollout.filter_groups)
+        GroupFilters(config.rollout)
         Callbacks.check(config)
         replay = config.rollout.replay
         if replay is not None and not replay.is_dir():

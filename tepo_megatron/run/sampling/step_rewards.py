@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tepo_megatron.config import RolloutConfig, RunConfig
-from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.runtime.user_code import load_user_code
@@ -122,8 +121,9 @@ class GroupFilters:
     ValueError for a custom filter that cannot be loaded.
     """
 
-    def __init__(self, config: FilterGroupsConfig | None) -> None:
-        self._filters = {} if config is None else {name.rpartition(":")[2]: _filter(name, config) for name in config.filters}
+    def __init__(self, config: RolloutConfig) -> None:
+        names = () if config.filter_groups is None else config.filter_groups.filters
+        self._filters = {name.rpartition(":")[2]: _filter(name, config) for name in names}
         self.causes = (*self._filters, _NO_REWARD) if self._filters else ()
 
     def __bool__(self) -> bool:
@@ -151,15 +151,17 @@ class GroupFilters:
 _Filter = Callable[[Sequence[Rollout]], bool]
 
 
-def _filter(name: str, config: FilterGroupsConfig) -> _Filter:
+def _filter(name: str, config: RolloutConfig) -> _Filter:
+    settings = config.filter_groups
+    assert settings is not None
     if name == "zero_variance":  # equal rewards make every advantage 0 (DAPO, "dynamic sampling")
         return lambda group: len({rollout.reward for rollout in group}) > 1
     if name == "too_long":
-        most = config.max_truncated or 0.0
+        most = settings.max_truncated or 0.0
         return lambda group: sum(rollout.finish_reason == "length" for rollout in group) <= most * len(group)
     if name == "reward_range":
-        assert config.reward_range is not None
-        low, high = config.reward_range
+        assert settings.reward_range is not None
+        low, high = settings.reward_range
         return lambda group: low <= fmean(rollout.reward or 0.0 for rollout in group) <= high
     what = f"rollout.filter_groups.filters: {name}"
     function = load_user_code(name, what)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import ObjectiveConfig, RunConfig
+from tepo_megatron.config import ObjectiveConfig, RunConfig, TrainConfig
 from tepo_megatron.config.objective.choices import Clip
-from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.types import Batch, bound_for_share
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -74,8 +73,8 @@ class Rollback:
 
     WINDOW, LEAST = 20, 5
 
-    def __init__(self, config: RollbackConfig | None) -> None:
-        self._config = config
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config.rollback
         self._seen: deque[float] = deque(maxlen=self.WINDOW)
         self.times = 0
 

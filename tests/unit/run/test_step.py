@@ -16,8 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config import ObjectiveConfig, RunConfig
-from tepo_megatron.config.train import RollbackConfig
+from tepo_megatron.config import ObjectiveConfig, RunConfig, TrainConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import count_moves
@@ -171,7 +170,7 @@ def test_skipped_steps_are_counted_and_in_no_mean() -> None:
 
 @given(st.lists(st.floats(0.1, 100.0) | st.floats(-1.0, 0.0) | st.just(math.inf), max_size=60), st.floats(1.5, 20.0))
 def test_a_factor_is_of_the_median_of_the_steps_that_stayed(values: list[float], factor: float) -> None:
-    guard = Rollback(RollbackConfig(metric="loss", factor=factor))
+    guard = Rollback(TrainConfig(save_every=1, rollback={"metric": "loss", "factor": factor}))
     stayed: list[float] = []
     for value in values:
         recent = stayed[-guard.WINDOW :]
@@ -183,7 +182,10 @@ def test_a_factor_is_of_the_median_of_the_steps_that_stayed(values: list[float],
 
 
 def test_a_resumed_watch_has_the_values_of_its_metric_alone() -> None:
-    guards = [Rollback(RollbackConfig(metric=metric, factor=2.0)) for metric in ("loss", "loss", "grad_norm")]
+    guards = [
+        Rollback(TrainConfig(save_every=1, rollback={"metric": metric, "factor": 2.0}))
+        for metric in ("loss", "loss", "grad_norm")
+    ]
     for _ in range(5):
         assert not guards[0].reason({"loss": 1.0})
     guards[0].count("a spike")
@@ -195,13 +197,13 @@ def test_a_resumed_watch_has_the_values_of_its_metric_alone() -> None:
 
 
 def test_a_metric_that_is_missing_is_a_mistake_unless_the_step_was_skipped() -> None:
-    guard = Rollback(RollbackConfig(metric="kl/reference", above=1.0))
+    guard = Rollback(TrainConfig(save_every=1, rollback={"metric": "kl/reference", "above": 1.0}))
     assert guard.reason({"loss": float("nan"), "update/skipped": 4.0}) == ""
     with pytest.raises(
         ValueError, match=r"train.rollback.metric = kl/reference is no column of a step; there are grad_norm, loss"
     ):
         guard.reason({"loss": 1.0, "grad_norm": 1.0})
-    assert Rollback(None).reason({}) == ""
+    assert Rollback(TrainConfig()).reason({}) == ""
 
 
 QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noise/p99": 1e-6}

@@ -14,9 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config import ObjectiveConfig, RunConfig
+from tepo_megatron.config import ObjectiveConfig, RolloutConfig, RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards
@@ -223,7 +222,7 @@ def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
     ],
 )
 def test_which_groups_are_kept(settings: dict[str, object], rewards: list[float | None], cut: int, cause: str | None) -> None:
-    assert GroupFilters(FilterGroupsConfig.model_validate(settings)).refuse(group(rewards, cut)) == cause
+    assert GroupFilters(RolloutConfig(filter_groups=settings)).refuse(group(rewards, cut)) == cause
 
 
 def test_ones_own_filter_is_a_function_in_a_file(tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_ones_own_filter_is_a_function_in_a_file(tmp_path: Path) -> None:
         "def few(group):\n    return len(group) < 3\n\ndef broken(group):\n    return group[0].grade\n\n"
         "def vague(group):\n    return len(group)\n"
     )
-    filters = GroupFilters(FilterGroupsConfig(filters=(f"{path}:few", "zero_variance")))
+    filters = GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:few", "zero_variance")}))
     assert filters.causes == ("few", "zero_variance", "no_reward")
     assert filters.refuse(group([0.0, 1.0, 1.0])) == "few"
     assert filters.refuse(group([1.0, 1.0])) == "zero_variance"
@@ -241,6 +240,6 @@ def test_ones_own_filter_is_a_function_in_a_file(tmp_path: Path) -> None:
         ("vague", "the filter vague .* returned 2 for the group of problem 'p'; return True to keep it"),
     ):
         with pytest.raises(RuntimeError, match=sentence):
-            GroupFilters(FilterGroupsConfig(filters=(f"{path}:{name}",))).refuse(group([0.0, 1.0]))
+            GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:{name}",)})).refuse(group([0.0, 1.0]))
     with pytest.raises(ValueError, match="has no function none"):
-        GroupFilters(FilterGroupsConfig(filters=(f"{path}:none",)))
+        GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:none",)}))
