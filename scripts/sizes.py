@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_947,
-    "tests, lines": 44_677,
+    "tests, lines": 44_675,
     "docs and docstrings, words": 109_978,
     "public classes and functions": 831,
     "modules": 273,

@@ -182,10 +182,8 @@ def test_a_factor_is_of_the_median_of_the_steps_that_stayed(values: list[float],
 
 
 def test_a_resumed_watch_has_the_values_of_its_metric_alone() -> None:
-    guards = [
-        Rollback(TrainConfig(save_every=1, rollback={"metric": metric, "factor": 2.0}))
-        for metric in ("loss", "loss", "grad_norm")
-    ]
+    settings = [{"metric": metric, "factor": 2.0} for metric in ("loss", "loss", "grad_norm")]
+    guards = [Rollback(TrainConfig(save_every=1, rollback=rollback)) for rollback in settings]
     for _ in range(5):
         assert not guards[0].reason({"loss": 1.0})
     guards[0].count("a spike")
