@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.loggers import check_installed
+from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.run.output.resume import Resumed, resumes
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
@@ -164,7 +164,7 @@ RUN_CHECKS: tuple[_NamedCheck, ...] = (
     ),
     _NamedCheck(
         "loggers",
-        lambda run: check_installed(run.config.log),
+        lambda run: Loggers.check_installed(run.config.log),
         applies=lambda run: run.config.log.wandb is not None or run.config.log.mlflow is not None,
     ),
 )

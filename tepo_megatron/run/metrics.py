@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.runtime.files import Failed, LogFile, parse_samples, read_lines, write_atomically
+from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.text import valid_text
 
 PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
@@ -32,7 +32,7 @@ class MetricsWriter(LogFile):
         self.last_step: int | None = None
         self._events = _EventsFile(output / "tensorboard", failed) if tensorboard else None
         self.path.touch()
-        rows, self.cut = read_rows(self.path, "row of metrics")
+        rows, self.cut = self.read("row of metrics")
         self._rewrite(rows)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -66,18 +66,12 @@ class MetricsWriter(LogFile):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
-    rows = read_rows(path, "row of metrics")[0]
+    rows = LogFile(path).read("row of metrics")[0]
     for number, row in enumerate(rows, start=1):
         for name, value in row.items():
             if value is not None and not isinstance(value, int | float):
                 raise ValueError(f"{path}:{number}: not a row of metrics: {name[:60]!r} is no number; remove the line")
     return rows
-
-
-def read_rows(path: Path, what: str) -> tuple[list[dict[str, Any]], bool]:
-    """Also returns whether a crash cut off the last line. Raises ValueError for other lines without an integer ``step``."""
-    lines, cut = read_lines(path)
-    return list(parse_samples(path, lines, what, numbered=True)), cut
 
 
 def key_in(row: Mapping[str, Any], name: str) -> str | None:

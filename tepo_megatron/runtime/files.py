@@ -64,6 +64,11 @@ class LogFile:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def read(self, what: str) -> tuple[list[dict[str, Any]], bool]:
+        """Also returns whether a crash cut off the last line. Raises ValueError for other lines without an integer ``step``."""
+        lines, cut = read_lines(self.path)
+        return list(parse_samples(self.path, lines, what, numbered=True)), cut
+
     def append(self, piece: bytes) -> None:
         self._waiting.append(piece)
         self.flush()

@@ -35,20 +35,6 @@ def _sections(config: LogConfig) -> dict[str, Any]:
     return {kind: section for kind, section in sections.items() if section is not None}
 
 
-def check_installed(config: LogConfig) -> None:
-    """Imports no package. Raises ValueError."""
-    for kind, section in _sections(config).items():
-        needs_database = kind == "mlflow" and (section["tracking_uri"] or "sqlite").startswith("sqlite")
-        packages = (kind, "sqlalchemy") if needs_database else (kind,)
-        # A folder of that name, such as the wandb that W&B creates, is no package.
-        missing = [name for name in packages if (spec := find_spec(name)) is None or spec.origin is None]
-        if missing:
-            raise ValueError(
-                f"log.{kind} is given, but the package {' and '.join(missing)} is not installed here: "
-                f"pip install 'tepo-megatron[{kind}]', or leave log.{kind} out"
-            )
-
-
 def without_secrets(value: Any) -> Any:
     """Hides fields …key, …token, …secret, …password, a URL's user and password, and values of such environment variables."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
@@ -70,6 +56,20 @@ class Loggers:
             _LoggerProcess(config.output, {"kind": kind, "settings": section, **setup}, notify, count_failure)
             for kind, section in _sections(config.log).items()
         ]
+
+    @staticmethod
+    def check_installed(config: LogConfig) -> None:
+        """Imports no package. Raises ValueError."""
+        for kind, section in _sections(config).items():
+            needs_database = kind == "mlflow" and (section["tracking_uri"] or "sqlite").startswith("sqlite")
+            packages = (kind, "sqlalchemy") if needs_database else (kind,)
+            # A folder of that name, such as the wandb that W&B creates, is no package.
+            missing = [name for name in packages if (spec := find_spec(name)) is None or spec.origin is None]
+            if missing:
+                raise ValueError(
+                    f"log.{kind} is given, but the package {' and '.join(missing)} is not installed here: "
+                    f"pip install 'tepo-megatron[{kind}]', or leave log.{kind} out"
+                )
 
     def write_row(self, row: Mapping[str, float]) -> None:
         for process in self._processes:

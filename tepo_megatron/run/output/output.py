@@ -13,17 +13,8 @@ from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.display.figures import fault_lines, final_table
 from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
-from tepo_megatron.run.loggers import Ending, Loggers, check_installed
-from tepo_megatron.run.metrics import (
-    FOLDER,
-    MetricsWriter,
-    TokenSamples,
-    read_metrics,
-    read_rows,
-    token_file,
-    token_files,
-    value_in,
-)
+from tepo_megatron.run.loggers import Ending, Loggers
+from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, token_file, token_files, value_in
 from tepo_megatron.run.output.resume import LOGGED, check_no_run, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.preemption import StopSignals
@@ -40,7 +31,7 @@ class Output:
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         """Raises ValueError if the folder is unwritable, in use, or of another run, or a logger's package is missing."""
-        check_installed(config.log)
+        Loggers.check_installed(config.log)
         self._config, self.folder, self.progress = config, config.output, progress
         self._finished = False
         self._failures, self._said = 0, set[Path]()
@@ -75,8 +66,8 @@ class Output:
                     path.unlink()
             # A resumed run writes it when the checkpoint has been accepted.
             write_atomically(self.folder / "resolved.yaml", dump_resolved(self._config))
-        present = [file.path for file in (self._samples, self._train_samples) if file.path.exists()]
-        cut = [path for path in present if read_rows(path, "sample")[1]]
+        present = [file for file in (self._samples, self._train_samples) if file.path.exists()]
+        cut = [file.path for file in present if file.read("sample")[1]]
         self._metrics = MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
         return [*([self._metrics.path] if self._metrics.cut else []), *cut]
 
@@ -97,7 +88,7 @@ class Output:
             for file, last in ((self._samples, logged), (self._train_samples, step)):
                 file.forget_after(step)
                 path = file.path
-                samples, cut = read_rows(path, "sample") if path.exists() else ([], False)
+                samples, cut = file.read("sample") if path.exists() else ([], False)
                 remaining = [row for row in samples if row["step"] <= last]
                 if cut or len(remaining) < len(samples):
                     write_atomically(path, _as_lines(remaining))

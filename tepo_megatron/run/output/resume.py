@@ -17,7 +17,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved, override
 from tepo_megatron.config.paths import paths_in
-from tepo_megatron.run.loggers import check_installed
+from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.hub import HUB
 from tepo_megatron.runtime.restarts import attempt, job_name
@@ -252,7 +252,7 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
     folder = config.output
     if overwrite and config.train.resume:
         raise ValueError(f"--overwrite starts again and train.resume = {config.train.resume} continues; give one of the two")
-    check_installed(config.log)
+    Loggers.check_installed(config.log)
     _check_writable(folder)
     with unwritable_is_a_sentence(folder):
         RunLock.check_free(folder)

@@ -130,8 +130,8 @@ def test_a_missing_package_is_a_sentence_before_anything_starts(tmp_path: Path, 
             start()
     only = load_run(None, ["log.mlflow.experiment_name=a"])
     with pytest.raises(ValueError, match=r"the package sqlalchemy is not"):
-        loggers.check_installed(only.log)
-    loggers.check_installed(load_run(None, ["log.mlflow={experiment_name: a, tracking_uri: 'https://there'}"]).log)
+        loggers.Loggers.check_installed(only.log)
+    loggers.Loggers.check_installed(load_run(None, ["log.mlflow={experiment_name: a, tracking_uri: 'https://there'}"]).log)
 
 
 FAKE = """
