@@ -12,18 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import (
-    Gradients,
-    RowScores,
-    Scoring,
-    all_gather,
-    check_finite,
-    combine,
-    gather,
-    plan_scoring,
-    reduce_scatter,
-)
-from tepo_megatron.core.scores.torch_sweep import compute_dtype
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine, plan_scoring
 from tepo_megatron.core.types import Checks, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 
 if TYPE_CHECKING:
@@ -128,7 +117,7 @@ class _FusedLinear(torch.autograd.Function):
         teacher: TeacherHead | None,
     ) -> _Outputs:
         hidden_RH = _rows(hidden, scoring, gather_group)
-        stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
+        stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=torch.promote_types(hidden.dtype, torch.float32))
         products = None if teacher is None else _Products(teacher.hidden_TG, teacher.weight_VpG, scoring, gather_group)
         gathered: list[Tensor] = []
         mixture_R2 = stats_RK.new_empty(scoring.count, 2)
@@ -137,9 +126,9 @@ class _FusedLinear(torch.autograd.Function):
             teacher_cVp = None if products is None else products.of(index, logits_cVp)
             backend.statistics(logits_cVp, chunk, stats_RK[index], teacher_cVp)
             if scoring.has_mixture and teacher_cVp is not None:  # while there are logits: they are not computed again
-                gathered.append(gather(stats_RK[index], scoring.tp_group))
+                gathered.append(scoring.gather(stats_RK[index]))
                 backend.mixture(logits_cVp, teacher_cVp, chunk, combine(gathered[-1], chunk)[0], mixture_R2[index])
-        stats_pRK = torch.cat(gathered, 1) if gathered else gather(stats_RK, scoring.tp_group)
+        stats_pRK = torch.cat(gathered, 1) if gathered else scoring.gather(stats_RK)
         ctx.backend, ctx.gather_group = backend, gather_group
         # The parameter itself, for its attributes: a saved tensor need not be the same object.
         ctx.parameter = weight_VpH if gradient_accumulation_fusion and hasattr(weight_VpH, "main_grad") else None
@@ -170,7 +159,7 @@ class _FusedLinear(torch.autograd.Function):
                 products = _Products(hidden_TG, weight_VpG, scoring, ctx.gather_group)
         grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
         if ctx.needs_input_grad[1] and ctx.parameter is None:
-            grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
+            grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=torch.promote_types(weight_VpH.dtype, torch.float32))
         elif ctx.needs_input_grad[1]:
             grad_weight_VpH = ctx.parameter.main_grad
         grad_hidden_RH = _add_gradients(
@@ -186,7 +175,7 @@ class _FusedLinear(torch.autograd.Function):
         del hidden_RH
         grad_hidden = scoring.to_tokens(grad_hidden_RH)
         if ctx.gather_group is not None and grad_hidden.numel():
-            grad_hidden = reduce_scatter(grad_hidden, ctx.gather_group)
+            grad_hidden = _reduce_scatter(grad_hidden, ctx.gather_group)
         elif scoring.tp_group is not None and grad_hidden.numel():
             dist.all_reduce(grad_hidden, group=scoring.tp_group)
         if grad_weight_VpH is None:
@@ -211,8 +200,8 @@ class _Products:
 
 
 def _scores_of(ctx: Any, scoring: Scoring, stats_pRK: Tensor, mixture_R2: Tensor, *saved: Tensor | None) -> _Outputs:
-    rows, others = combine(stats_pRK, scoring, gather(mixture_R2, scoring.tp_group).sum(0) if scoring.has_mixture else None)
-    check_finite(stats_pRK, rows, others.divergence_R, scoring)
+    rows, others = combine(stats_pRK, scoring, scoring.gather(mixture_R2).sum(0) if scoring.has_mixture else None)
+    scoring.check_finite(stats_pRK, rows, others.divergence_R)
     ctx.scoring = scoring
     ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
     ctx.save_for_backward(*saved, *rows)
@@ -253,7 +242,7 @@ def _chunks(
     hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring, *, gradient: bool = False
 ) -> Iterator[tuple[slice, Scoring, Tensor, Tensor]]:
     """Yields buffers for a chunk's logits and their gradient, in the factors' dtype: the same if the dtypes are."""
-    width, dtype = weight_VpH.shape[0], compute_dtype(hidden_RH.dtype)
+    width, dtype = weight_VpH.shape[0], torch.promote_types(hidden_RH.dtype, torch.float32)
     apart = gradient and dtype != hidden_RH.dtype
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
     logits = dtype.itemsize * (1 if scoring.divergence is None else 2)
@@ -292,6 +281,13 @@ def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
 
 def _rows(hidden: Tensor, scoring: Scoring, group: ProcessGroup | None) -> Tensor:
     return scoring.of_rows(hidden if group is None else all_gather(hidden, group))
+
+
+def _reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    local = values.new_empty(values.shape[0] // dist.get_world_size(group), *values.shape[1:])
+    scatter(local, values.contiguous(), group=group)
+    return local
 
 
 def logprob_and_entropy(
@@ -375,9 +371,11 @@ class _LogprobAndEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool, teacher_TVp: Tensor | None
     ) -> _Outputs:
-        stats_RK = logits_TVp.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(logits_TVp.dtype))
+        stats_RK = logits_TVp.new_empty(
+            scoring.count, scoring.statistics, dtype=torch.promote_types(logits_TVp.dtype, torch.float32)
+        )
         backend.statistics(logits_TVp, scoring, stats_RK, teacher_TVp)
-        stats_pRK = gather(stats_RK, scoring.tp_group)
+        stats_pRK = scoring.gather(stats_RK)
         mixture_R2 = stats_RK.new_empty(scoring.count, 2)
         if scoring.has_mixture and teacher_TVp is not None:
             backend.mixture(logits_TVp, teacher_TVp, scoring, combine(stats_pRK, scoring)[0], mixture_R2)

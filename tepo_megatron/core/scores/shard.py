@@ -93,6 +93,45 @@ class Scoring:
         labels, tokens = self.labels.part(index), index.stop - index.start
         return replace(self, tokens=tokens, rows_R=None, labels=labels, kept_tokens=kept, top=top)
 
+    def gather(self, local_RK: Tensor) -> Tensor:
+        """Returns [p, R, K]. Every rank calls."""
+        if self.tp_group is None or not local_RK.numel():
+            return local_RK.unsqueeze(0)
+        return all_gather(local_RK, self.tp_group).view(-1, *local_RK.shape)
+
+    def check_finite(self, stats_pRK: Tensor, scores: RowScores, divergence_R: Tensor | None) -> None:
+        """Every rank notes the same errors."""
+        token_R = _tokens(self.rows_R, scores.log_sum_R)
+
+        def refuse(log_sum_R: Tensor, sum_pR: Tensor, whose: str, hint: str) -> None:
+            def error(_: int, token: float, *sum_p: float) -> ValueError:
+                # A NaN or +inf makes its shard's sum NaN or inf, which names the rank; a finite 0 means that all are −inf.
+                ranks = [rank for rank, total in enumerate(sum_p) if not math.isfinite(total)]
+                if not ranks:
+                    return NotFiniteError(
+                        f"every {whose}logit of token {token:.0f} is −inf; a sampler's mask must leave at least one token"
+                    )
+                return NotFiniteError(
+                    f"NaN or +inf {whose}logits on tensor-parallel rank {ranks[0]}, first at token {token:.0f}; look at {hint}"
+                )
+
+            self.checks.refuse(~log_sum_R.isfinite(), error, token_R, sum_pR)
+
+        def infinite(_: int, token: float) -> ValueError:
+            first, second = ("teacher", "student") if kind == "forward_kl" else ("student", "teacher")
+            return NotFiniteError(
+                f"{kind} of token {token:.0f} is infinite: a logit of the {second} is −inf where the {first}'s is not; use "
+                "kind = 'jsd', or the same vocabulary and mask for both"
+            )
+
+        refuse(scores.log_sum_R, stats_pRK[..., 1], "", "the weights after the last step and at the learning rate")
+        if self.divergence is not None and scores.teacher_log_sum_R is not None and divergence_R is not None:
+            refuse(scores.teacher_log_sum_R, stats_pRK[..., 2 - TEACHER_STATISTICS], "teacher ", "the teacher's weights")
+        compared = self.divergence if self.top is None else self.top.divergence
+        if compared is not None and divergence_R is not None:
+            kind = compared.kind
+            self.checks.refuse(~divergence_R.isfinite(), infinite, token_R)
+
 
 def plan_scoring(
     labels_T: Tensor,
@@ -218,13 +257,6 @@ def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    local = values.new_empty(values.shape[0] // dist.get_world_size(group), *values.shape[1:])
-    scatter(local, values.contiguous(), group=group)
-    return local
-
-
 EMPTY_MAX = -1e30  # of a shard without a finite logit; finite, since −inf · 0 is NaN
 TEACHER_STATISTICS = 6
 
@@ -263,13 +295,6 @@ class Gradients(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
         return Gradients(*(None if values is None else function(values) for values in self))
-
-
-def gather(local_RK: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """Returns [p, R, K]. Every rank calls."""
-    if tp_group is None or not local_RK.numel():
-        return local_RK.unsqueeze(0)
-    return all_gather(local_RK, tp_group).view(-1, *local_RK.shape)
 
 
 def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = None) -> tuple[RowScores, _OtherScores]:
@@ -380,37 +405,3 @@ def merge(stats_pRK: Tensor, temperature: float, divergence: Divergence | None =
 def _at_first(values_pR: Tensor, max_pR: Tensor) -> Tensor:
     """Of the first shard with the maximum."""
     return values_pR.gather(0, max_pR.argmax(0, keepdim=True)).squeeze(0)
-
-
-def check_finite(stats_pRK: Tensor, scores: RowScores, divergence_R: Tensor | None, scoring: Scoring) -> None:
-    """Every rank notes the same errors."""
-    token_R = _tokens(scoring.rows_R, scores.log_sum_R)
-
-    def refuse(log_sum_R: Tensor, sum_pR: Tensor, whose: str, hint: str) -> None:
-        def error(_: int, token: float, *sum_p: float) -> ValueError:
-            # A NaN or +inf makes its shard's sum NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
-            ranks = [rank for rank, total in enumerate(sum_p) if not math.isfinite(total)]
-            if not ranks:
-                return NotFiniteError(
-                    f"every {whose}logit of token {token:.0f} is −inf; a sampler's mask must leave at least one token"
-                )
-            return NotFiniteError(
-                f"NaN or +inf {whose}logits on tensor-parallel rank {ranks[0]}, first at token {token:.0f}; look at {hint}"
-            )
-
-        scoring.checks.refuse(~log_sum_R.isfinite(), error, token_R, sum_pR)
-
-    def infinite(_: int, token: float) -> ValueError:
-        first, second = ("teacher", "student") if kind == "forward_kl" else ("student", "teacher")
-        return NotFiniteError(
-            f"{kind} of token {token:.0f} is infinite: a logit of the {second} is −inf where the {first}'s is not; use kind = "
-            "'jsd', or the same vocabulary and mask for both"
-        )
-
-    refuse(scores.log_sum_R, stats_pRK[..., 1], "", "the weights after the last step and at the learning rate")
-    if scoring.divergence is not None and scores.teacher_log_sum_R is not None and divergence_R is not None:
-        refuse(scores.teacher_log_sum_R, stats_pRK[..., 2 - TEACHER_STATISTICS], "teacher ", "the teacher's weights")
-    compared = scoring.divergence if scoring.top is None else scoring.top.divergence
-    if compared is not None and divergence_R is not None:
-        kind = compared.kind
-        scoring.checks.refuse(~divergence_R.isfinite(), infinite, token_R)

@@ -14,6 +14,8 @@ from tepo_megatron.core.scores import triton_kernels
 from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, merge
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH, teacher_terms
 
+IS_INTERPRETED = not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
+
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
 _ELEMENTS = 16  # per thread in a tile: two vectors in bf16; the forward pass then needs 32 registers, so all threads fit
@@ -35,10 +37,6 @@ class _Grid(NamedTuple):
             "VECTOR": self.vector,
             "num_warps": max(1, self.threads // 32),
         }
-
-
-def is_interpreted() -> bool:
-    return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:

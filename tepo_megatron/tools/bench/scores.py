@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine, gather, plan_scoring
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine, plan_scoring
 from tepo_megatron.tools.bench.divergences import (
     DIVERGENCES,
     FUSED,
@@ -293,7 +293,7 @@ def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> 
     scoring = plan_scoring(labels, tokens=tokens, width=width, tp_group=group, **options)
     stats = torch.empty(tokens, scoring.statistics, device=logits.device)
     backend.statistics(logits, scoring, stats)
-    scores, _ = combine(gather(stats, group), scoring)
+    scores, _ = combine(scoring.gather(stats), scoring)
     return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
 
 
