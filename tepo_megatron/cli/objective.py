@@ -25,8 +25,6 @@ from tepo_megatron.runtime.text import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.core.objective.gradient_weight import GradientWeights
-
 
 app = typer.Typer()
 
@@ -101,10 +99,7 @@ def _show_preset(
                 _show_plugin(plugin)
             return
         config = _load_objective(name)
-    from tepo_megatron.core.objective.gradient_weight import gradient_weights
-
-    weights = gradient_weights(config)
-    ratios, lines = weights.ratios_N.tolist(), _curves(weights)
+    ratios, lines = _curves(config)
     if as_json:
         fields = [{"field": path, "value": value, "meaning": meaning} for path, value, meaning in _fields(config)]
         drawn = {line.label: list(line.ys) for line in lines}
@@ -234,14 +229,17 @@ class _Curve(NamedTuple):
     ys: Sequence[float]
 
 
-def _curves(weights: GradientWeights) -> list[_Curve]:
+def _curves(config: ObjectiveConfig) -> tuple[list[float], list[_Curve]]:
+    from tepo_megatron.core.objective.gradient_weight import gradient_weights
+
+    weights = gradient_weights(config)
     result = [
         _Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
         _Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
     ]
     if (weights.falling_N - weights.positive_N).abs().max() > 0.01 * weights.positive_N.abs().max():  # visible in the plot
         result.append(_Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
-    return result
+    return weights.ratios_N.tolist(), result
 
 
 def _text_plot(xs: Sequence[float], lines: Sequence[_Curve], *, width: int = 72, height: int = 17) -> str:

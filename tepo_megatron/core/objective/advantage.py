@@ -49,17 +49,6 @@ def advantages(choice: Advantage, batch: Batch) -> Tensor:
     return (centred_S / (_deviation(centred_S, count_S, "sample") + choice.eps)).to(dtype)
 
 
-def token_advantages(choice: Advantage, batch: Batch) -> Tensor:
-    """Returns [T], 0 outside the loss mask."""
-    assert batch.advantages_S is not None
-    values_T = batch.advantages_S[batch.sequence_index_T]
-    if choice.kind == "teacher":
-        assert batch.teacher_logprobs_T is not None
-        assert batch.old_logprobs_T is not None
-        values_T = batch.teacher_logprobs_T - batch.old_logprobs_T
-    return torch.where(batch.loss_mask_T, values_T, 0.0)
-
-
 def _within_groups(
     rewards_S: Tensor,
     groups_S: Tensor,

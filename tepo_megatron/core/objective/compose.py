@@ -12,7 +12,7 @@ from tepo_megatron.config.objective.choices import Aggregation, Clip
 from tepo_megatron.config.objective.custom import Need, OwnAggregation
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import EntropyBonus
-from tepo_megatron.core.objective.advantage import advantages, token_advantages
+from tepo_megatron.core.objective.advantage import advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
@@ -174,6 +174,16 @@ class Objective:
         """Returns fp32 [S] for the whole rollout batch."""
         return advantages(self.config.advantage, batch)
 
+    def _token_advantages(self, batch: Batch) -> Tensor:
+        """Returns [T], 0 outside the loss mask."""
+        assert batch.advantages_S is not None
+        values_T = batch.advantages_S[batch.sequence_index_T]
+        if self.config.advantage.kind == "teacher":
+            assert batch.teacher_logprobs_T is not None
+            assert batch.old_logprobs_T is not None
+            values_T = batch.teacher_logprobs_T - batch.old_logprobs_T
+        return torch.where(batch.loss_mask_T, values_T, 0.0)
+
     def prepare(
         self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
     ) -> StepContext:
@@ -188,7 +198,7 @@ class Objective:
         lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
         denominator = _step_denominator(self.config.aggregation, lengths_S)
         logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
-        advantage_T = token_advantages(self.config.advantage, batch)
+        advantage_T = self._token_advantages(batch)
         pushed_S = sequence_sum(((advantage_T != 0) & mask_T).long(), index_T, batch.num_sequences)
         advantage_R = advantage_T[mask_T]
         logprob_mean, advantage_mean = _exact_mean(logprob_R), _exact_mean(advantage_R)
@@ -257,7 +267,7 @@ class Objective:
         def moved_from(other_T: Tensor | None, *, needed: bool) -> Tensor | None:
             return logprob_T - inside(other_T) if other_T is not None and needed else None
 
-        advantage_T, logprob_T = token_advantages(self.config.advantage, batch), inside(scores.logprob)
+        advantage_T, logprob_T = self._token_advantages(batch), inside(scores.logprob)
         old_T, entropy_T = inside(batch.old_logprobs_T), inside(scores.entropy)
         slope_T = scores.entropy_slope
         return TokenValues(

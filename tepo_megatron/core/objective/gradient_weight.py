@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ _OLD_PROBABILITY = 0.1
 _FALL = 0.1  # of the entropy, in nats
 
 
-@dataclass(frozen=True)
-class GradientWeights:
+class _GradientWeights(NamedTuple):
     """∂J/∂log π_θ of a one-token response, times the denominator: fp64 [N]."""
 
     ratios_N: Tensor
@@ -25,11 +24,11 @@ class GradientWeights:
     falling_N: Tensor  # with A = 1 and falling entropy
 
 
-def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor | None = None) -> GradientWeights:
+def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor | None = None) -> _GradientWeights:
     """The default log-ratios show where a bound begins. Covariance and mismatch choose no token here."""
     logs_N = _telling_log_ratios(config) if log_ratios_N is None else log_ratios_N.double()
     curves = [_push(config, logs_N, sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))]
-    return GradientWeights(logs_N.exp(), *curves)
+    return _GradientWeights(logs_N.exp(), *curves)
 
 
 def _telling_log_ratios(config: ObjectiveConfig) -> Tensor:
