@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_909,
-    "tests, lines": 44_675,
+    "package, lines": 52_905,
+    "tests, lines": 44_665,
     "docs and docstrings, words": 109_978,
-    "public classes and functions": 820,
+    "public classes and functions": 815,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -15,7 +15,7 @@ from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, model_spec, read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages_of
+from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages_of
 from tepo_megatron.weights.table import tensor_shapes
 
 
@@ -130,7 +130,7 @@ def _layer_parameters(
     spec: ModelSpec, tp: int, ep: int, etp: int | None, *, has_experts: bool, lora: LoraConfig | None
 ) -> _ParameterCount:
     one = replace(spec, num_layers=1, dense_layers=0 if has_experts or spec.experts is None else 1)
-    layout = megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0)
+    layout = MegatronParallel(tp=tp, ep=ep, etp=etp).layout(one, 0)
     if lora is not None:
         layout = adapter_layout(layout, adapted_tensors(layout.shapes, lora.target_modules), lora.rank)
     untrained = {shard.param for shard in layout.shards if is_always_fp32(shard.tensor)}

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.table import (
     EMBEDDING,
     EXPERT_NAMES,
     FINAL_NORM,
     HEAD,
     ParamMapping,
-    RowBlock,
     SplitKind,
-    lay_out,
     layer_mappings,
+    tensor_shapes,
 )
 
 _Stages = tuple[tuple[range, ...], ...]
@@ -78,6 +77,31 @@ class MegatronParallel:
     def stages_of(self, spec: ModelSpec) -> _Stages:
         return self.stages or pipeline_stages(spec.num_layers, self.pp)
 
+    def layout(self, spec: ModelSpec, rank: int) -> ShardLayout:
+        """``rank`` is global. With several chunks, parameters of chunk v are named ``model<v>.``…."""
+        coordinates, tp = self.coordinates(rank), self.tp
+        dense, expert = (tp, coordinates.tp_rank), (self.expert_tp, coordinates.etp_rank)
+        return _lay_out(
+            spec,
+            mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, self, coordinates)],
+            split=lambda mapping: dense if mapping.expert is None else expert,
+            head_blocks=lambda kind: _megatron_head_blocks(kind, spec, *dense),
+            vocab_rows=spec.padded_vocab_size(tp) // tp,
+        )
+
+    def layouts(self, spec: ModelSpec) -> list[ShardLayout]:
+        self.check(spec)
+        same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
+        ranks: list[ShardLayout] = []
+        for rank in range(self.world_size):
+            coordinates = self.coordinates(rank)
+            key: tuple[int, ...] = (coordinates.pp_rank, coordinates.tp_rank)
+            key += (coordinates.ep_rank, coordinates.etp_rank) if spec.experts else ()
+            if key not in same:
+                same[key] = self.layout(spec, rank)
+            ranks.append(same[key])
+        return ranks
+
 
 def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None) -> _Stages:
     """``chunks``: Megatron's virtual pipeline size; ``first``, ``last``: layers of the end stages if they differ."""
@@ -112,32 +136,6 @@ def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | N
     return tuple(tuple(stage) for stage in stages)
 
 
-def megatron_layout(spec: ModelSpec, parallel: MegatronParallel, rank: int) -> ShardLayout:
-    """``rank`` is global. With several chunks, parameters of chunk v are named ``model<v>.``…."""
-    coordinates, tp = parallel.coordinates(rank), parallel.tp
-    dense, expert = (tp, coordinates.tp_rank), (parallel.expert_tp, coordinates.etp_rank)
-    return lay_out(
-        spec,
-        mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, coordinates)],
-        split=lambda mapping: dense if mapping.expert is None else expert,
-        head_blocks=lambda kind: _megatron_head_blocks(kind, spec, *dense),
-        vocab_rows=spec.padded_vocab_size(tp) // tp,
-    )
-
-
-def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
-    parallel.check(spec)
-    same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
-    ranks: list[ShardLayout] = []
-    for rank in range(parallel.world_size):
-        coordinates = parallel.coordinates(rank)
-        key = (coordinates.pp_rank, coordinates.tp_rank) + ((coordinates.ep_rank, coordinates.etp_rank) if spec.experts else ())
-        if key not in same:
-            same[key] = megatron_layout(spec, parallel, rank)
-        ranks.append(same[key])
-    return ranks
-
-
 def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _RankCoordinates) -> Iterator[ParamMapping]:
     stages = parallel.stages_of(spec)
     chunks, pp_rank = stages[coordinates.pp_rank], coordinates.pp_rank
@@ -162,7 +160,7 @@ def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _Ra
             yield named(replace(EMBEDDING, megatron=HEAD.megatron), prefixes[-1])
 
 
-def _megatron_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+def _megatron_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[_RowBlock]:
     # A group is the query heads that share a key/value head, then that key, then that value.
     queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
     size = queries if kind == "query" else spec.head_dim
@@ -279,26 +277,26 @@ class VllmParallel:
         if problems:
             raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
 
+    def layouts(self, spec: ModelSpec) -> list[ShardLayout]:
+        self.check(spec)
+        ranks = [self._layout(spec, tp_rank, pp_rank) for pp_rank in range(self.pp) for tp_rank in range(self.tp)]
+        return ranks * self.replicas
 
-def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
-    parallel.check(spec)
+    def _layout(self, spec: ModelSpec, tp_rank: int, pp_rank: int) -> ShardLayout:
+        split = self.tp, tp_rank
 
-    def first_row(mapping: ParamMapping) -> int:
-        rows = spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // parallel.tp
-        return rows * (mapping.expert or 0)
+        def first_row(mapping: ParamMapping) -> int:
+            rows = spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // self.tp
+            return rows * (mapping.expert or 0)
 
-    def layout(tp_rank: int, pp_rank: int) -> ShardLayout:
-        split = parallel.tp, tp_rank
-        return lay_out(
+        return _lay_out(
             spec,
-            mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, parallel, pp_rank)],
+            mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, self, pp_rank)],
             split=lambda _: split,
             head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),
-            vocab_rows=spec.padded_vocab_size(_VOCAB_PADDING) // parallel.tp,
+            vocab_rows=spec.padded_vocab_size(_VOCAB_PADDING) // self.tp,
             first_row=first_row,
         )
-
-    return [layout(tp_rank, pp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp)] * parallel.replicas
 
 
 def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> Iterator[ParamMapping]:
@@ -314,7 +312,7 @@ def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> It
             yield HEAD
 
 
-def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[_RowBlock]:
     queries = spec.num_heads // tp * spec.head_dim
     if kind == "query":
         yield rank * queries, (rank + 1) * queries, 0
@@ -323,3 +321,55 @@ def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> I
         # With more ranks than key/value heads, tp / num_kv_heads neighbouring ranks hold the same head.
         first = rank * spec.num_kv_heads // tp if tp > spec.num_kv_heads else rank
         yield first * per_rank, (first + 1) * per_rank, queries + (per_rank if kind == "value" else 0)
+
+
+_RowBlock = tuple[int, int, int]
+"""Has the first row, the end, and the first row's place in the parameter."""
+
+
+def _lay_out(
+    spec: ModelSpec,
+    *,
+    mappings: Sequence[tuple[ParamMapping, str]],
+    split: Callable[[ParamMapping], tuple[int, int]],
+    head_blocks: Callable[[SplitKind], Iterable[_RowBlock]],
+    vocab_rows: int,
+    first_row: Callable[[ParamMapping], int] = lambda _: 0,
+) -> ShardLayout:
+    """``split``: number of ranks, and this one's; ``head_blocks``: its rows of queries, keys or values; ``first_row``: a
+    tensor's place in its parameter.
+    """
+
+    def row_blocks(mapping: ParamMapping, rows: int) -> Iterable[_RowBlock]:
+        size, rank = split(mapping)
+        if mapping.split_kind == "vocab":
+            return [(rank * vocab_rows, min((rank + 1) * vocab_rows, rows), 0)]
+        if mapping.split_kind in ("gate", "up"):
+            per_rank = rows // size
+            return [(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)]
+        return head_blocks(mapping.split_kind)
+
+    def boxes(mapping: ParamMapping, shape: tuple[int, ...]) -> Iterator[tuple[Box, Box]]:
+        (size, rank), first, zeros = split(mapping), first_row(mapping), (0,) * (len(shape) - 1)
+        if mapping.split_kind == "replicated":
+            yield Box.whole(shape), Box.whole(shape)
+        elif mapping.split_kind == "columns":
+            rows, width = shape[0], shape[1] // size
+            yield Box((0, rank * width), (rows, (rank + 1) * width)), Box((first, 0), (first + rows, width))
+        else:
+            for start, stop, row in row_blocks(mapping, shape[0]):
+                if start < stop:  # empty on a rank whose rows are all padding
+                    begin, end = first + row, first + row + stop - start
+                    yield Box((start, *zeros), (stop, *shape[1:])), Box((begin, *zeros), (end, *shape[1:]))
+
+    shards: list[Shard] = []
+    params: dict[str, tuple[int, ...]] = {}
+    for mapping, param in mappings:
+        shape = mapping.shape_in(spec)
+        extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
+        for box, param_box in boxes(mapping, shape):
+            shards.append(Shard(mapping.tensor, box, param, param_box))
+            extent = tuple(map(max, extent, param_box.stop))
+        # Several tensors may share a fused parameter.
+        params[param] = tuple(map(max, extent, params.get(param, extent)))
+    return ShardLayout(tensor_shapes(spec), tuple(shards), params)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 
 _TOLERANCE = 0.01
 """A smaller share of a rank's load is not divided."""
@@ -56,7 +56,7 @@ def _reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: tuple[tuple[int, int], ...]
 ) -> ReshardPlan:
     """Minimizes the bytes sent; sources with the same parts share the work."""
-    sources, destinations, near = megatron_ranks(spec, source), vllm_ranks(spec, destination), dict(local)
+    sources, destinations, near = source.layouts(spec), destination.layouts(spec), dict(local)
     for worker, rank in local:
         if not (0 <= worker < len(destinations) and 0 <= rank < len(sources)):
             raise ValueError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from tepo_megatron.weights.architecture import EXPERT_BIAS, Experts, ModelSpec
-from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 
 SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
 
@@ -47,6 +46,20 @@ class ParamMapping:
             megatron=f"decoder.layers.{local}.{self.megatron}",
             vllm=f"model.layers.{layer}.{self.vllm}",
         )
+
+    def shape_in(self, spec: ModelSpec) -> tuple[int, ...]:
+        sizes: dict[_Dimension, int] = {
+            "hidden": spec.hidden_size,
+            "heads": spec.num_heads * spec.head_dim,
+            "kv_heads": spec.num_kv_heads * spec.head_dim,
+            "head": spec.head_dim,
+            "ffn": spec.ffn_size,
+            "dense_ffn": spec.dense_ffn_size or spec.ffn_size,
+            "shared_ffn": spec.experts.shared_ffn_size if spec.experts else 0,
+            "experts": spec.experts.count if spec.experts else 0,
+            "vocab": spec.vocab_size,
+        }
+        return tuple(sizes[dimension] for dimension in self.shape)
 
 
 _QKV, _QKV_VLLM = "self_attention.linear_qkv", "self_attn.qkv_proj"
@@ -164,76 +177,9 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
     return tuple(mappings)
 
 
-def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
-    sizes: dict[_Dimension, int] = {
-        "hidden": spec.hidden_size,
-        "heads": spec.num_heads * spec.head_dim,
-        "kv_heads": spec.num_kv_heads * spec.head_dim,
-        "head": spec.head_dim,
-        "ffn": spec.ffn_size,
-        "dense_ffn": spec.dense_ffn_size or spec.ffn_size,
-        "shared_ffn": spec.experts.shared_ffn_size if spec.experts else 0,
-        "experts": spec.experts.count if spec.experts else 0,
-        "vocab": spec.vocab_size,
-    }
-    return tuple(sizes[dimension] for dimension in mapping.shape)
-
-
 @lru_cache(maxsize=64)
 def tensor_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
-    return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if mapping.applies(spec)}
-
-
-RowBlock = tuple[int, int, int]
-"""Has the first row, the end, and the first row's place in the parameter."""
-
-
-def lay_out(
-    spec: ModelSpec,
-    *,
-    mappings: Sequence[tuple[ParamMapping, str]],
-    split: Callable[[ParamMapping], tuple[int, int]],
-    head_blocks: Callable[[SplitKind], Iterable[RowBlock]],
-    vocab_rows: int,
-    first_row: Callable[[ParamMapping], int] = lambda _: 0,
-) -> ShardLayout:
-    """``split``: number of ranks, and this one's; ``head_blocks``: its rows of queries, keys or values; ``first_row``: a
-    tensor's place in its parameter.
-    """
-
-    def row_blocks(mapping: ParamMapping, rows: int) -> Iterable[RowBlock]:
-        size, rank = split(mapping)
-        if mapping.split_kind == "vocab":
-            return [(rank * vocab_rows, min((rank + 1) * vocab_rows, rows), 0)]
-        if mapping.split_kind in ("gate", "up"):
-            per_rank = rows // size
-            return [(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)]
-        return head_blocks(mapping.split_kind)
-
-    def boxes(mapping: ParamMapping, shape: tuple[int, ...]) -> Iterator[tuple[Box, Box]]:
-        (size, rank), first, zeros = split(mapping), first_row(mapping), (0,) * (len(shape) - 1)
-        if mapping.split_kind == "replicated":
-            yield Box.whole(shape), Box.whole(shape)
-        elif mapping.split_kind == "columns":
-            rows, width = shape[0], shape[1] // size
-            yield Box((0, rank * width), (rows, (rank + 1) * width)), Box((first, 0), (first + rows, width))
-        else:
-            for start, stop, row in row_blocks(mapping, shape[0]):
-                if start < stop:  # empty on a rank whose rows are all padding
-                    begin, end = first + row, first + row + stop - start
-                    yield Box((start, *zeros), (stop, *shape[1:])), Box((begin, *zeros), (end, *shape[1:]))
-
-    shards: list[Shard] = []
-    params: dict[str, tuple[int, ...]] = {}
-    for mapping, param in mappings:
-        shape = _shape_of(mapping, spec)
-        extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
-        for box, param_box in boxes(mapping, shape):
-            shards.append(Shard(mapping.tensor, box, param, param_box))
-            extent = tuple(map(max, extent, param_box.stop))
-        # Several tensors may share a fused parameter.
-        params[param] = tuple(map(max, extent, params.get(param, extent)))
-    return ShardLayout(tensor_shapes(spec), tuple(shards), params)
+    return {mapping.tensor: mapping.shape_in(spec) for mapping in model if mapping.applies(spec)}

@@ -20,7 +20,7 @@ from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.tools.bench.recipes import make_model
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
+from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages_of
 from tests.support.launch import run_dist, run_world
 from tests.support.random_models import write_llama
 
@@ -74,7 +74,7 @@ def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
     spec = ModelSpec("LlamaForCausalLM", 8, 48, 6, 2, 8, 80, 61, False, 1e-5, 1e4, None, 128)
     parallel = ParallelConfig(tp=2, pp=2, vpp=2, num_layers_in_first_pipeline_stage=2)
     split = MegatronParallel(2, 2, stages=pipeline_stages_of(spec, parallel))
-    held = [sum(math.prod(shape) for shape in rank.params.values()) for rank in megatron_ranks(spec, split)]
+    held = [sum(math.prod(shape) for shape in rank.params.values()) for rank in split.layouts(spec)]
     request = json.dumps({"spec": asdict(spec), "parallel": parallel.model_dump()})
     counted = subprocess.run(COUNT, input=request, capture_output=True, text=True, check=True).stdout
     assert json.loads(counted.splitlines()[-1]) == [held[:2], held[2:]]

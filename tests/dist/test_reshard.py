@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.tools.bench.reshard import ReshardSetting
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, pipeline_stages, vllm_ranks
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
@@ -86,12 +86,12 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
     group: Any = None
     for number, model in enumerate(models):
         if is_trainer:
-            params.update(values(megatron_ranks(spec, source), model, rank, trained))
+            params.update(values(source.layouts(spec), model, rank, trained))
             options = {"dtype": served, "broadcast_from_root": broadcast_from_root, "timeout_s": TIMEOUT_S}
             sender = sender or ShardSender(plan, params, rank=rank, **options)
             seen.append((trainer(rank, plan, sender, number), True))
         else:
-            layouts, at = vllm_ranks(spec, destination), rank - plan.num_sources
+            layouts, at = destination.layouts(spec), rank - plan.num_sources
             expected = {k: v.to(trained).to(served) for k, v in values(layouts, model, at, torch.float64).items()}
             params = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
             group, error = worker(rank, world, group, params, number)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
 UPDATES = 3
 SPEC = small_spec(hidden_size=192, ffn_size=512, vocab_size=1000)  # messages of many sizes, some of them direct
-SOURCES, DESTINATIONS = megatron_ranks(SPEC, MegatronParallel()), vllm_ranks(SPEC, VllmParallel())
+SOURCES, DESTINATIONS = MegatronParallel().layouts(SPEC), VllmParallel().layouts(SPEC)
 MODEL = numbered_model(tensor_shapes(SPEC))
 
 KINDS = [
@@ -119,7 +119,7 @@ def relays(rank: int, world: int) -> Any:
     source, destination = MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2)
     plan = reshard_plan(SPEC, source, destination, {0: 0, 1: 1})
     if rank < 2:
-        shards = parameters(megatron_ranks(SPEC, source), MODEL)[rank]
+        shards = parameters(source.layouts(SPEC), MODEL)[rank]
         params = {name: tensor.float().to(device) for name, tensor in shards.items()}
         sender = shard_sender(plan, params, rank, device, "ipc")
         place = [sender.open_rendezvous(HOST) if rank == 0 else ""]
@@ -130,7 +130,7 @@ def relays(rank: int, world: int) -> Any:
         dist.barrier()
         sender.close()
         return None
-    expected = parameters(vllm_ranks(SPEC, destination), MODEL)[rank - 2]
+    expected = parameters(destination.layouts(SPEC), MODEL)[rank - 2]
     order, group, right = receive_updates("ipc", rank, world, device, expected, UPDATES)
     assert order.relayed
     dist.barrier()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import ReshardPlan
-from tepo_megatron.weights.layouts import megatron_ranks, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
@@ -195,8 +194,8 @@ def setting(case: Case) -> tuple[ReshardPlan, list[Params], list[Params]]:
     """A plan, the sources' parameters and those that the destinations must end up with."""
     plan = reshard_plan(case.spec, case.source, case.destination, case.local)
     model = numbered_model(tensor_shapes(case.spec))
-    sources = parameters(megatron_ranks(case.spec, case.source), model)
-    return plan, sources, parameters(vllm_ranks(case.spec, case.destination), model)
+    sources = parameters(case.source.layouts(case.spec), model)
+    return plan, sources, parameters(case.destination.layouts(case.spec), model)
 
 
 def blank(params: Params, dtype: torch.dtype | None = None) -> Params:

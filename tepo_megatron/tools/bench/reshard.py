@@ -18,7 +18,7 @@ from tepo_megatron.tools.results import Report, Table, in_processes, resident_pe
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.weights.architecture import ModelSpec, model_spec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.transfer import digests as verification
 from tepo_megatron.weights.transfer import full_tensors as broadcast
@@ -91,8 +91,8 @@ class _Rank:
     def __init__(self, setting: ReshardSetting, rank: int) -> None:
         source, destination = setting.splits
         self.plan, self.rank, self._copies = setting.plan, rank, setting.servers
-        self._layouts = megatron_ranks(setting.spec, source)
-        self._layout: ShardLayout = (self._layouts + vllm_ranks(setting.spec, destination))[rank]
+        self._layouts = source.layouts(setting.spec)
+        self._layout: ShardLayout = (self._layouts + destination.layouts(setting.spec))[rank]
         self._dtype: torch.dtype = getattr(torch, setting.dtype)
         self.is_source = rank < self.plan.num_sources
         self.params = {name: torch.zeros(shape, dtype=self._dtype) for name, shape in self._layout.params.items()}

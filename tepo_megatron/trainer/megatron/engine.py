@@ -41,7 +41,7 @@ from tepo_megatron.trainer.packing import check_judged, check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import check_trainer_split, megatron_ranks
+from tepo_megatron.weights.layouts import check_trainer_split
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Engine:
         self.heartbeat.start()
         self.heartbeat.phase("model")
         self.split = replace(split, fused_norms=self.layers.kind == "te")
-        self.layouts = megatron_ranks(self.spec, self.split)
+        self.layouts = self.split.layouts(self.spec)
         weights = config.model.shards or model_dir
         builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)
         self.policy = builder.policy()

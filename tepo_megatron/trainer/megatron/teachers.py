@@ -19,7 +19,7 @@ from tepo_megatron.trainer.megatron.model.model import Layers, fused_head
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import check_trainer_split, megatron_ranks
+from tepo_megatron.weights.layouts import check_trainer_split
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Teacher:
         model = config.model.model_copy(update={"lora": None, "shards": None})
         config = config.model_copy(update={"engine": engine, "model": model})
         split = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=layers.kind == "te")
-        layouts = megatron_ranks(spec, split)
+        layouts = split.layouts(spec)
         chunks = PolicyBuilder(config, spec, folder, forward.platform, layers, forward.ranks, layouts).reference()
         forward = replace(
             forward, engine=config.engine, spec=spec, entropy_slope=False, routers=None, keeps_outputs=keeps_states

@@ -20,7 +20,7 @@ from tepo_megatron.runtime.files import partial_path
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
+from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
 from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest
 from tepo_megatron.weights.storage.stored import (
@@ -183,7 +183,7 @@ def check_imported(shards: Path, model: Path) -> None:
 def _rank_files(
     spec: ModelSpec, weights: StoredWeights, parallel: MegatronParallel, rank: int, shard_bytes: int
 ) -> list[_PlannedFile]:
-    layout = megatron_layout(spec, parallel, rank)
+    layout = parallel.layout(spec, rank)
     entries = []
     for shard in layout.shards:
         dtype = weights.boxes[shard.tensor][0].dtype

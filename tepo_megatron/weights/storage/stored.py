@@ -191,6 +191,10 @@ class WrittenBoxes:
     bytes: int = 0
     error: str | None = None
 
+    @staticmethod
+    def describe_error(path: Path, error: OSError) -> str:
+        return f"{path}: {error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
+
 
 def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Each has at most the size ``limit``, or one item."""
@@ -224,13 +228,9 @@ def write_boxes(
             try:
                 written.files[name] = _write_file(folder, name, batch, metadata)
             except OSError as error:
-                written.error = f"{folder / name}: {describe_os_error(error)}"
+                written.error = written.describe_error(folder / name, error)
         batch.clear()
     return written
-
-
-def describe_os_error(error: OSError) -> str:
-    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
 
 
 def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:

@@ -18,7 +18,7 @@ import torch
 
 from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.weights.architecture import model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.weights.layouts import MegatronParallel
 
 RECIPES = ("none", "delayed", "tensorwise", "blockwise")
 
@@ -56,7 +56,7 @@ def main() -> None:
     found = {}
     for name, raw in json.loads(Path(sys.argv[1]).read_text()).items():
         spec = model_spec(raw, name)
-        table = megatron_ranks(spec, MegatronParallel(fused_norms=True))[0].params
+        table = MegatronParallel(fused_norms=True).layouts(spec)[0].params
         for recipe in RECIPES:
             run = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": {"fp8": {"recipe": recipe}}})
             config = transformer_config(spec, run.model, run.engine, cuda, Layers("te"))

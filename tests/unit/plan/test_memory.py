@@ -25,7 +25,6 @@ from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.trainer.megatron import policy
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
-from tepo_megatron.weights.layouts import megatron_ranks
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 
@@ -68,7 +67,7 @@ def test_every_rank_holds_what_the_layouts_say_with_the_padding_of_its_vocabular
     layers = 2 * stages
     spec = replace(case.spec, num_layers=layers, dense_layers=min(case.spec.dense_layers, layers - 1))
     counts = ModelSplit(spec, ParallelConfig(tp=source.tp, pp=stages, dp=source.dp, ep=source.ep, etp=source.etp)).stages()
-    for rank, layout in enumerate(megatron_ranks(spec, replace(source, stages=None))):
+    for rank, layout in enumerate(replace(source, stages=None).layouts(spec)):
         trained = [math.prod(shape) for name, shape in layout.params.items() if not name.endswith("expert_bias")]
         assert counts[rank * stages // source.world_size].total == sum(trained)
 

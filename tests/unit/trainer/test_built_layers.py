@@ -14,7 +14,7 @@ import torch
 
 from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.weights.layouts import MegatronParallel
 from tests.support.launch import run_dist
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def seen() -> dict[str, Any]:
 
 def test_parameters_are_where_the_bridge_looks_for_them(seen: dict[str, Any]) -> None:
     """Those of Transformer Engine's layers: test_te_layouts.py."""
-    (layout,) = megatron_ranks(SPEC, MegatronParallel())
+    (layout,) = MegatronParallel().layouts(SPEC)
     assert seen["parameters"] == dict(layout.params)
 
 

@@ -39,7 +39,7 @@ from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.trainer.megatron.parallel.positions import rotate_packed
 from tepo_megatron.weights.adapters import AdapterBlock
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, small_spec
 
@@ -138,7 +138,7 @@ def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: N
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(SPEC).items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (layout,) = megatron_ranks(SPEC, MegatronParallel(fused_norms=True))
+    (layout,) = MegatronParallel(fused_norms=True).layouts(SPEC)
     plain = {name: torch.zeros(shape) for name, shape in layout.params.items()}
     fp8.load_weights(tmp_path, layout, plain)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_blocks, adapter_layout, adapter_names, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, check_peft_folder, load_adapters
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
@@ -28,7 +28,7 @@ TARGETS = ["q_proj", "o_proj"]
 @given(case=cases(), seed=st.integers(0, 2**31 - 1), some=st.booleans())
 def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bool) -> None:
     """On every rank of any split B · A, put where the blocks say, is that part of the whole model's B · A."""
-    layouts = megatron_ranks(case.spec, case.source)
+    layouts = case.source.layouts(case.spec)
     shapes = tensor_shapes(case.spec)
     tensors = adapted_tensors(shapes, ["q_proj", "v_proj"] if some else ["all-linear"])
     generator = torch.Generator().manual_seed(seed)
@@ -124,7 +124,7 @@ def test_a_folder_comes_back_as_it_was_and_one_of_other_adapters_is_refused(
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
     change_config(**nulls)(tmp_path / "lora")
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
-    layout = adapter_layout(megatron_ranks(small_spec(), MegatronParallel())[0], adapted_tensors(shapes, TARGETS), RANK)
+    layout = adapter_layout(MegatronParallel().layouts(small_spec())[0], adapted_tensors(shapes, TARGETS), RANK)
     back = {name: torch.empty(shape) for name, shape in layout.params.items()}
     load_adapters(tmp_path / "lora", layout, back)
     assert back.keys() == tensors.keys()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout
+from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.weights.storage.hf_folder import load_into, write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
@@ -61,7 +61,7 @@ def make_checkpoint(model: Path, out: Path, *, tp: int, pp: int) -> Path:
     spec, source = read_model_spec(model), all_tensors(model)
     (out / "shards").mkdir(parents=True)
     for rank in range(tp * pp):
-        layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
+        layout = MegatronParallel(tp=tp, pp=pp).layout(spec, rank)
         boxes = (
             (box_key(kind, shard.tensor, shard.box), source[shard.tensor][shard.box.slices].float().clone())
             for shard in layout.shards
@@ -151,7 +151,7 @@ def test_each_rank_finds_its_own_boxes_in_its_own_files(
 ) -> None:
     import_model(model, tmp_path / "cut", tp=2, pp=2, shard_bytes=1500, **given)
     for rank in range(4):
-        layout = megatron_layout(read_model_spec(model), MegatronParallel(tp=2, pp=2, stages=stages), rank)
+        layout = MegatronParallel(tp=2, pp=2, stages=stages).layout(read_model_spec(model), rank)
         found: dict[str, torch.Size] = {}
         for path in (tmp_path / "cut" / "shards").glob(f"rank{rank:05d}-*.safetensors"):
             found |= {key: box.shape for key, box in load_file(path).items()}
@@ -318,7 +318,7 @@ def test_two_copies_of_one_half_are_not_a_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"incomplete: model\.embed_tokens\.weight, of which 84 of 156 elements are there"):
         export_model(checkpoint, tmp_path / "out")
     weights, spec = StoredWeights.open(checkpoint), read_model_spec(model)
-    lost = next(s for s in megatron_layout(spec, MegatronParallel(tp=2), 1).shards if "embed_tokens" in s.tensor)
+    lost = next(s for s in MegatronParallel(tp=2).layout(spec, 1).shards if "embed_tokens" in s.tensor)
     with pytest.raises(ValueError, match=r"holds 0 of 72 elements that are needed of model\.embed_tokens\.weight"):
         weights.read(lost.tensor, lost.box, torch.empty(lost.box.shape))
 
@@ -363,7 +363,7 @@ def test_a_checkpoint_says_what_it_needs(model: Path, checkpoint: Path, tmp_path
 def test_a_whole_model_is_loaded_and_of_another_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", shard_bytes=2**20)
     tensors = all_tensors(model)
-    layout = megatron_layout(read_model_spec(model), MegatronParallel(), 0)
+    layout = MegatronParallel().layout(read_model_spec(model), 0)
     params = {name: torch.full(shape, 7.0) for name, shape in layout.params.items()}
     load_into(model, layout, params)
     for shard in layout.shards:

@@ -23,14 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.plan.shapes import KNOWN_MODELS
 from tepo_megatron.weights.architecture import model_spec, read_model_spec
-from tepo_megatron.weights.layouts import (
-    MegatronParallel,
-    VllmParallel,
-    megatron_layout,
-    megatron_ranks,
-    pipeline_stages,
-    vllm_ranks,
-)
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
@@ -42,7 +35,7 @@ BASE = small_spec(num_heads=4, num_kv_heads=2, ffn_size=8)
 
 @given(cases())
 def test_chosen_sources_cover_each_element_once(case: Case) -> None:
-    plan = GatherPlan(megatron_ranks(case.spec, case.source))
+    plan = GatherPlan(case.source.layouts(case.spec))
     for name, shape in tensor_shapes(case.spec).items():
         writes = np.zeros(shape, dtype=int)
         for _, shard in plan.owners[name]:
@@ -52,7 +45,7 @@ def test_chosen_sources_cover_each_element_once(case: Case) -> None:
 
 
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
-    half = megatron_layout(BASE, MegatronParallel(tp=2), 0)
+    half = MegatronParallel(tp=2).layout(BASE, 0)
     with pytest.raises(ValueError, match=r"hold \d+ of \d+ elements of model.embed_tokens.weight"):
         GatherPlan([half])
 
@@ -73,7 +66,7 @@ def test_a_tensor_that_no_rank_holds_is_named() -> None:
 def test_a_split_that_does_not_fit_is_refused(family: str, parallel: MegatronParallel, message: str) -> None:
     name = f"{family}ForCausalLM"
     with pytest.raises(ValueError, match=message):
-        megatron_ranks(small_spec(architecture=name, experts=MOE.get(name)), parallel)
+        parallel.layouts(small_spec(architecture=name, experts=MOE.get(name)))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,7 @@ def test_stages_that_cannot_be_are_refused(arguments: tuple[int, int, dict[str, 
 
 def test_a_server_that_cannot_be_split_so_is_refused_for_every_reason() -> None:
     with pytest.raises(ValueError, match="cannot split the model so") as caught:
-        vllm_ranks(replace(BASE, num_kv_heads=4), VllmParallel(tp=3, pp=5))
+        VllmParallel(tp=3, pp=5).layouts(replace(BASE, num_kv_heads=4))
     for reason in (
         "tp = 3 does not divide the model's 4 attention heads",
         "tp = 3 does not divide the model's 8 MLP size",
@@ -164,7 +157,7 @@ def test_ranks_stand_where_megatron_puts_them(parallel: MegatronParallel) -> Non
 def test_names_of_transformer_engines_grouped_linears(family: str) -> None:
     """Each rank counts its experts from 0; the norm before the router stays a parameter of its own."""
     spec = small_spec(architecture=family, experts=MOE[family])
-    layout = megatron_layout(spec, MegatronParallel(dp=2, ep=2, fused_norms=True), 1)
+    layout = MegatronParallel(dp=2, ep=2, fused_norms=True).layout(spec, 1)
     layer = {name.removeprefix("decoder.layers.0.") for name in layout.params if name.startswith("decoder.layers.0.")}
     beside = {"mlp.router.expert_bias", "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
     assert layer == (beside if MOE[family].biased else set()) | {
@@ -301,7 +294,7 @@ def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: P
     for move in plan.moves:
         written[move.destination, move.destination_param] += move.numel
     assert spec.vocab_size % 64 == 0, "so that what is written is the whole parameter"
-    for rank, layout in enumerate(vllm_ranks(spec, destination)):
+    for rank, layout in enumerate(destination.layouts(spec)):
         stage = rank // destination.tp % destination.pp
         declared = json.loads((oracle / f"{name}-{stage}.json").read_text())
         assert {param: list(shape) for param, shape in layout.params.items()} == {k: as_matrix(v) for k, v in declared.items()}
@@ -321,10 +314,10 @@ def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp
     experts: dict[str, Any] = {"dp": 2, "ep": 2} if spec.experts else {}
     source = MegatronParallel(2, 2, stages=pipeline_stages(3, 2, first=1, last=2), **experts)
     destination = VllmParallel(tp, pp)
-    ours = parameters(megatron_ranks(spec, source), numbered_model(tensor_shapes(spec)))
+    ours = parameters(source.layouts(spec), numbered_model(tensor_shapes(spec)))
     theirs = [
         {param: torch.zeros(shape, dtype=torch.int64) for param, shape in layout.params.items()}
-        for layout in vllm_ranks(spec, destination)
+        for layout in destination.layouts(spec)
     ]
     for move in reshard_plan(spec, source, destination).moves:
         target = move.destination_region.view(theirs[move.destination][move.destination_param])

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.plan.time import Links
-from tepo_megatron.weights import reshard
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, pipeline_stages, vllm_ranks
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.cli import invoke
@@ -26,7 +25,7 @@ from tests.support.transfers import blank, setting
 
 
 def layouts_of(case: Case) -> tuple[list[ShardLayout], list[ShardLayout]]:
-    return megatron_ranks(case.spec, case.source), vllm_ranks(case.spec, case.destination)
+    return case.source.layouts(case.spec), case.destination.layouts(case.spec)
 
 
 @settings(deadline=None)
@@ -132,8 +131,8 @@ def rank(start: int, stop: int) -> ShardLayout:
 def test_sources_that_make_no_plan_are_refused(
     sources: list[ShardLayout], local: dict[int, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reshard, "megatron_ranks", lambda *_: sources)
-    monkeypatch.setattr(reshard, "vllm_ranks", lambda *_: [rank(0, 4)])
+    monkeypatch.setattr(MegatronParallel, "layouts", lambda *_: sources)
+    monkeypatch.setattr(VllmParallel, "layouts", lambda *_: [rank(0, 4)])
     with pytest.raises(ValueError, match=message):
         reshard_plan(small_spec(max_positions=1), MegatronParallel(), VllmParallel(), local)
 
@@ -188,7 +187,7 @@ WEIGHTS = sum(math.prod(shape) for shape in tensor_shapes(small_spec()).values()
 @settings(deadline=None, max_examples=40)
 @given(cases())
 def test_every_byte_is_on_one_link(case: Case) -> None:
-    wanted = sum(math.prod(shard.box.shape) for layout in vllm_ranks(case.spec, case.destination) for shard in layout.shards)
+    wanted = sum(math.prod(shard.box.shape) for layout in case.destination.layouts(case.spec) for shard in layout.shards)
     for shared in (False, True):
         cluster = Links(gpus_per_node=2, shared=shared)
         local = cluster.local(case.source.world_size, case.destination.world_size)

@@ -29,7 +29,7 @@ from tepo_megatron.trainer.protocol import SavedCheckpoint
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, DamagedCheckpoint, FileRecord
-from tepo_megatron.weights.storage.stored import SHARDS, StoredWeights, WrittenBoxes, box_key, describe_os_error, write_boxes
+from tepo_megatron.weights.storage.stored import SHARDS, StoredWeights, WrittenBoxes, box_key, write_boxes
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 
 _CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ class _Saving:
             if dist.get_rank() == 0:
                 work()
         except OSError as failed:
-            error = f"{failed.filename or self._out}: {describe_os_error(failed)}"
+            error = WrittenBoxes.describe_error(failed.filename or self._out, failed)
         self._end_if_any(all_gather_json(error, device=_CPU, group=self._group))
 
     def _end_if_any(self, errors: list[str | None]) -> None:
