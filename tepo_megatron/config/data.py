@@ -193,6 +193,10 @@ class DataConfig(_PromptsConfig):
         return tuple(self.complete(source) for source in _listed(self.train))
 
     @property
+    def source_verifiers(self) -> dict[str, Any]:
+        return {source.called: [*source.scoring.values()] for source in self.train_sources if source.verifier is not None}
+
+    @property
     def heldout_sources(self) -> tuple[SourceConfig, ...]:
         """As ``train_sources``, without ``filter``; may be empty."""
         return tuple(self.complete(source, filtered=False) for source in _listed(self.heldout or ()))

@@ -134,7 +134,7 @@ class TrainingRanks:
         inputs = spec.experts.per_token * self.split.expert_tp * spec.hidden_size
         return {
             "experts' inputs": b * inputs / tp,
-            # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/routers.py's router also its input
+            # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/model.py's router also its input
             "router": 4 * (3 * spec.experts.count + (0 if self.has_te else spec.hidden_size)) / tp,
             # in the experts' MLP: the factor of the probability
             "weighted product": 0 if self.has_te else b * spec.experts.per_token * spec.ffn_size / tp,

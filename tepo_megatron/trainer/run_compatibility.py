@@ -6,11 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.reward import AgentConfig, EnvironmentConfig
 from tepo_megatron.versions import installed_version
@@ -83,16 +82,12 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "end_tokens": sorted(set(end_ids(model_dir / "generation_config.json"))),
         "weights": sampled_digest(model_dir),
         "first_adapters": None if (lora := config.model.lora) is None or lora.path is None else sampled_digest(lora.path),
-        "plugins": plugin_digests(config),
+        "plugins": config.objective.plugin_digests,
         "teachers": _teacher_digests(config),
         "config": fields,
-        "verifiers": source_verifiers(config),
+        "verifiers": config.data.source_verifiers,
         "versions": {name: installed_version(name) for name in _DISTRIBUTIONS},
     }
-
-
-def source_verifiers(config: RunConfig) -> dict[str, Any]:
-    return {source.called: [*source.scoring.values()] for source in config.data.train_sources if source.verifier is not None}
 
 
 def served_teachers(config: RunConfig) -> dict[str, Any]:
@@ -107,10 +102,6 @@ def _teacher_digests(config: RunConfig) -> dict[str, str | None]:
     """Of folders; those that are built in or come from a hub are known by their names."""
     folders = {name: Path(teacher.path) for name, teacher in config.teachers.items()}
     return {name: sampled_digest(folder) for name, folder in folders.items() if folder.is_dir()}
-
-
-def plugin_digests(config: RunConfig) -> dict[str, str]:
-    return {PurePath(plugin.name).name: plugin.digest for plugin in map(Plugin.load, config.objective.plugins)}
 
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:

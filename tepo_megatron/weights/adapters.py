@@ -54,12 +54,12 @@ class AdapterBlock(NamedTuple):
     local_rows: slice
     param_rows: slice
 
-
-def adapter_blocks(shards: Sequence[Shard]) -> list[AdapterBlock]:
-    rows = [shard.param_box.shape[0] for shard in shards]
-    ends = list(accumulate(rows))
-    blocks = zip(rows, ends, shards, strict=True)
-    return [AdapterBlock(slice(end - count, end), shard.param_box.slices[0]) for count, end, shard in blocks]
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> list[AdapterBlock]:
+        rows = [shard.param_box.shape[0] for shard in shards]
+        ends = list(accumulate(rows))
+        blocks = zip(rows, ends, shards, strict=True)
+        return [cls(slice(end - count, end), shard.param_box.slices[0]) for count, end, shard in blocks]
 
 
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
@@ -70,7 +70,7 @@ def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> 
         left, right = tensor_shards[0].box.start[1], tensor_shards[0].box.stop[1]
         params[a] = (rank, right - left)
         shards.append(Shard(a, Box((0, left), (rank, right)), a, Box.whole(params[a])))
-        for shard, block in zip(tensor_shards, adapter_blocks(tensor_shards), strict=True):
+        for shard, block in zip(tensor_shards, AdapterBlock.of(tensor_shards), strict=True):
             box = Box((shard.box.start[0], 0), (shard.box.stop[0], rank))
             shards.append(Shard(b, box, b, Box((block.local_rows.start, 0), (block.local_rows.stop, rank))))
             params[b] = (block.local_rows.stop, rank)

@@ -19,7 +19,7 @@ Outcome = dict[str, str]
 
 def train(config: dict[str, Any], *, moves: bool) -> Outcome:
     """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
-    from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors, inner_optimizers
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates, adam_tensors
 
     engine = make_engine(config, shares_gpus=moves)
 
@@ -30,7 +30,7 @@ def train(config: dict[str, Any], *, moves: bool) -> Outcome:
         assert {bool(buffer.grad_data.untyped_storage().nbytes()) for buffer in engine.policy.ddp[0].buffers} == {rest}
         if engine.reference is not None:
             assert {bool(param.untyped_storage().nbytes()) for param in engine.reference[0].parameters()} == {rest}
-        held = [tensor for inner in inner_optimizers(engine.policy.optimizer) for tensor in adam_tensors(inner.optimizer)]
+        held = [tensor for inner in OptimizerStates(engine.policy.optimizer).inner for tensor in adam_tensors(inner.optimizer)]
         state = [tensor for tensor in held if storage(tensor) not in params]
         assert {bool(tensor.untyped_storage().nbytes()) for tensor in state} <= {rest}
 

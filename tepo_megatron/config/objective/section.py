@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import model_validator
@@ -111,6 +112,10 @@ class ObjectiveConfig(Section):
     def teacher_top_k(self) -> int:
         """How many tokens a served teacher must name; 0: none."""
         return self.distill.k if self.distill is not None and self.distill.of == "top_k" else 0
+
+    @property
+    def plugin_digests(self) -> dict[str, str]:
+        return {PurePath(plugin.name).name: plugin.digest for plugin in map(Plugin.load, self.plugins)}
 
     @property
     def selects_tokens(self) -> bool:

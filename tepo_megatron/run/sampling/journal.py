@@ -26,7 +26,7 @@ from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
-from tepo_megatron.trainer.run_compatibility import served_teachers, source_verifiers
+from tepo_megatron.trainer.run_compatibility import served_teachers
 
 MAX_BYTES = 2**30  # without the newest entry; the oldest entries are removed first
 
@@ -80,7 +80,7 @@ class Journal:
             decides["speculative"] = server.speculative.model_dump(mode="json", exclude_none=True)
         if len(self._end_ids) > 1:  # more than the tokenizer's own
             decides["end"] = list(self._end_ids)
-        if verifiers := source_verifiers(self._config):
+        if verifiers := self._config.data.source_verifiers:
             decides["verifiers"] = verifiers
         if served := served_teachers(self._config):
             decides["teachers"] = served

@@ -25,21 +25,20 @@ from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import check_config
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
-from tepo_megatron.trainer.megatron.model.model import choose_layers
+from tepo_megatron.trainer.megatron.model.model import Layers
 from tepo_megatron.trainer.megatron.model.routers import Routers
-from tepo_megatron.trainer.megatron.parallel import platform
 from tepo_megatron.trainer.megatron.parallel.batch import broadcast
 from tepo_megatron.trainer.megatron.parallel.collectives import RootSignal, all_gather_json, broadcast_json
-from tepo_megatron.trainer.megatron.parallel.platform import select_platform
+from tepo_megatron.trainer.megatron.parallel.platform import collective_timeout, select_platform
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
-from tepo_megatron.trainer.megatron.policy.checkpoints import Counters, MegatronCheckpoints
+from tepo_megatron.trainer.megatron.policy.checkpoints import MegatronCheckpoints
 from tepo_megatron.trainer.megatron.policy.offload import Offloader, Part
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
-from tepo_megatron.trainer.megatron.teachers import Teachers, divergence_of
+from tepo_megatron.trainer.megatron.teachers import Teachers
 from tepo_megatron.trainer.megatron.update import StepObjective, update
 from tepo_megatron.trainer.packing import check_judged, check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
-from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
+from tepo_megatron.trainer.run_compatibility import describe_run
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import check_trainer_split
 
@@ -68,12 +67,12 @@ class Engine:
         self.platform = select_platform(config.engine)
         self.config = config = config.with_dtype(config.dtype(self.platform.kind == "cuda"))
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
-        self.layers = choose_layers(config.engine, self.platform)
+        self.layers = Layers.choose(config.engine, self.platform)
         specs = {name: read_model_spec(folder) for name, folder in teachers.items()}
         check_config(config, self.spec, on_gpu=self.platform.kind == "cuda", teachers=specs)
         fp8.check_model(config.engine.fp8, self.spec, layout)
-        timeout = platform.collective_timeout(config)
-        self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
+        timeout = collective_timeout(config)
+        self.ranks = self.platform.initialize(layout, seed=config.seed, timeout=timeout)
         _check_same_everywhere(config, self.platform.device)
         self.root_signal = RootSignal()
         self.heartbeat.start()
@@ -110,7 +109,6 @@ class Engine:
             self.heartbeat,
         )
         self._build_frozen(builder, teachers)
-        self.counters = Counters()
         self._unscored: list[str] = []
         self._moves: list[Tensor] = []
         self.host_group = self.platform.host_group(timeout)
@@ -119,7 +117,8 @@ class Engine:
             "reference_digest": self.reference_digest,
             "identity": describe_run(config, model_dir) if self.ranks.rank == 0 else {},
         }
-        self.checkpoints = MegatronCheckpoints(self.weights, self.counters, group=self.host_group, about=about)
+        self.checkpoints = MegatronCheckpoints(self.weights, group=self.host_group, about=about)
+        self.counters = self.checkpoints.counters
         self.offloader: Offloader | None = None
         if shares_gpus:
             barrier = partial(dist.barrier, self.host_group)
@@ -137,7 +136,7 @@ class Engine:
             self.reference_digest = self.weights.digest(plain_weights(params))
         self.teachers: Teachers | None = None
         if (distill := self.config.objective.distill) is not None and distill.of == "top_k":
-            self.forward = replace(self.forward, divergence=divergence_of(distill))
+            self.forward = replace(self.forward, divergence=Teachers.divergence_of(distill))
         if teachers:
             self.teachers = Teachers(self.config, teachers, self.forward, self.layers)
             heads, divergence = self.teachers.heads, self.teachers.divergence
@@ -264,12 +263,12 @@ class Engine:
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
 
     def close(self) -> None:
-        platform.destroy()
+        self.platform.destroy()
 
 
 def _check_same_everywhere(config: RunConfig, device: torch.device) -> None:
     """Every rank calls; all raise ValueError if the dtype that ``auto`` became, or plugins' bytes, differ."""
-    everyone = all_gather_json([socket.gethostname(), config.model.dtype, plugin_digests(config)], device=device)
+    everyone = all_gather_json([socket.gethostname(), config.model.dtype, config.objective.plugin_digests], device=device)
     (first_host, first_dtype, first), *_ = everyone
     for rank, (host, dtype, digests) in enumerate(everyone):
         if dtype != first_dtype:

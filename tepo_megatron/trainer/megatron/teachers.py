@@ -76,11 +76,15 @@ class Teachers:
     def __init__(self, config: RunConfig, folders: Mapping[str, Path], forward: Forward, layers: Layers) -> None:
         self.numbers = {name: number for number, name in enumerate(config.teachers)}
         distill = config.objective.distill
-        self.divergence = divergence_of(distill) if distill is not None and distill.of == "all" else None
+        self.divergence = self.divergence_of(distill) if distill is not None and distill.of == "all" else None
         keeps = self.divergence is not None
         self.by_name = {
             name: _Teacher.build(config, folder, forward, layers, keeps_states=keeps) for name, folder in folders.items()
         }
+
+    @staticmethod
+    def divergence_of(distill: Distill) -> Divergence:
+        return Divergence(distill.divergence, 0.5 if distill.beta is None else distill.beta)
 
     @property
     def heads(self) -> list[Tensor]:
@@ -103,7 +107,3 @@ class Teachers:
         if self.divergence is None:
             return batch.with_(teacher_logprobs_T=logprobs_T)
         return batch.with_(teacher_logprobs_T=logprobs_T, teacher_states=tuple(zip(*states, strict=True)))
-
-
-def divergence_of(distill: Distill) -> Divergence:
-    return Divergence(distill.divergence, 0.5 if distill.beta is None else distill.beta)

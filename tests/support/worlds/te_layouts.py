@@ -50,7 +50,7 @@ def main() -> None:
         platform.select_platform(EngineConfig(platform="cpu"))
     cuda = Platform("cuda", torch.device("cuda" if has_gpu else "cpu"), "nccl" if has_gpu else "gloo")
     here = cuda if has_gpu else Platform("cpu", torch.device("cpu"), "gloo")
-    ranks = platform.initialize(RunConfig().engine.parallel, here, seed=0)
+    ranks = here.initialize(RunConfig().engine.parallel, seed=0)
     if not has_gpu:
         pretend_a_hopper()
     found = {}
@@ -65,7 +65,7 @@ def main() -> None:
                 model = build_model(spec, config, ranks, Layers("te"))
             built = {key: tuple(value.shape) for key, value in named_weights([model]).items()}
             found[f"{name} {recipe}"] = differences(built, dict(table))
-    platform.destroy()
+    here.destroy()
     print(json.dumps(found))
 
 

@@ -32,7 +32,7 @@ def look(rank: int, world: int) -> dict[str, Any]:
 
     warnings.filterwarnings("ignore")
     cpu = platform.select_platform(EngineConfig(platform="cpu"))
-    ranks = platform.initialize(RunConfig().engine.parallel, cpu, seed=0, timeout=timedelta(hours=2))
+    ranks = cpu.initialize(RunConfig().engine.parallel, seed=0, timeout=timedelta(hours=2))
     RowParallelLinear.fuse_wgrad_accumulation = None  # a stand-in for Transformer Engine's
 
     def fusing(model: Any) -> list[Any]:

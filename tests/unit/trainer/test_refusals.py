@@ -173,7 +173,7 @@ def test_layers_are_chosen_by_config_and_never_by_accident(
     config = EngineConfig.model_validate(engine_section)
     taken = expected in ("te", "local")
     with contextlib.nullcontext() if taken else pytest.raises((ValueError, RuntimeError), match=expected):
-        assert model.choose_layers(config, platform).kind == expected
+        assert model.Layers.choose(config, platform).kind == expected
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_attention_that_holds_all_scores_is_warned_of(
     module.__spec__ = ImportSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", module if flash_attn else None)
     with pytest.warns(UserWarning, match="install flash-attn") if warns else contextlib.nullcontext():
-        assert model.choose_layers(EngineConfig(), CUDA).kind == "te"
+        assert model.Layers.choose(EngineConfig(), CUDA).kind == "te"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.weights.adapters import adapted_tensors, adapter_blocks, adapter_layout, adapter_names, adapter_shapes
+from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_layout, adapter_names, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, check_peft_folder, load_adapters
@@ -44,7 +44,7 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
             (a, b), (param,) = adapter_names(tensor), {shard.param for shard in shards}
             product = local[b] @ local[a]
             merged = torch.zeros(layout.params[param], dtype=torch.int64)
-            for block in adapter_blocks(shards):
+            for block in AdapterBlock.of(shards):
                 merged[block.param_rows] += product[block.local_rows]
             for shard in shards:
                 expected = (whole[b] @ whole[a])[shard.box.slices]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.trainer.megatron.model.fp8 import LazyWeights
-from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_blocks, adapter_layout, adapter_names
+from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_layout, adapter_names
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
@@ -31,6 +31,41 @@ class Lora:
     params: dict[str, torch.nn.Parameter] = field(repr=False)
     adapters: dict[str, _Adapter] = field(default_factory=dict, repr=False)  # by the parameters that they change
     on: bool = True
+
+    @classmethod
+    def build(
+        cls,
+        config: LoraConfig,
+        chunks: Sequence[torch.nn.Module],
+        params: Mapping[str, torch.nn.Parameter],
+        layouts: Sequence[ShardLayout],
+        *,
+        rank: int,
+        seed: int,
+    ) -> Lora:
+        """Raises ValueError for targets that match nothing. Every rank calls before Megatron's DDP exists."""
+        layout_of_model = layouts[rank]
+        tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
+        same: dict[int, ShardLayout] = {}  # ranks share layouts
+        adapted = [same.setdefault(id(layout), adapter_layout(layout, tensors, config.rank)) for layout in layouts]
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        layout = adapted[rank]
+        held = layout_of_model.by_tensor(frozenset(tensors))
+        pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
+        lora = cls(config, tensors, layout, GatherPlan(adapted), pairs)
+        if config.path is None:
+            _draw(layout, pairs, seed)
+        else:
+            load_adapters(config.path, layout, pairs)
+        by_param: dict[str, list[str]] = {}
+        for tensor, shards in held.items():
+            by_param.setdefault(shards[0].param, []).append(tensor)
+        for name, members in by_param.items():
+            matrices = [pairs[part] for tensor in members for part in adapter_names(tensor)]
+            lora.add(name, [AdapterBlock.of(held[tensor]) for tensor in members], matrices)
+        lora.attach(chunks, params)
+        return lora
 
     def add(self, name: str, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
         """``pairs``: A [rank, columns], B [rows, rank] per matrix; ``blocks``: where rows of the parameter ``name`` belong."""
@@ -97,40 +132,6 @@ class Lora:
                 dist.all_reduce(flat, group=group)
                 for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                     grad.copy_(summed.view_as(grad))
-
-
-def build_lora(
-    config: LoraConfig,
-    chunks: Sequence[torch.nn.Module],
-    params: Mapping[str, torch.nn.Parameter],
-    layouts: Sequence[ShardLayout],
-    *,
-    rank: int,
-    seed: int,
-) -> Lora:
-    """Raises ValueError for targets that match nothing. Every rank calls before Megatron's DDP exists."""
-    layout_of_model = layouts[rank]
-    tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
-    same: dict[int, ShardLayout] = {}  # ranks share layouts
-    adapted = [same.setdefault(id(layout), adapter_layout(layout, tensors, config.rank)) for layout in layouts]
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-    layout = adapted[rank]
-    held = layout_of_model.by_tensor(frozenset(tensors))
-    pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
-    lora = Lora(config, tensors, layout, GatherPlan(adapted), pairs)
-    if config.path is None:
-        _draw(layout, pairs, seed)
-    else:
-        load_adapters(config.path, layout, pairs)
-    by_param: dict[str, list[str]] = {}
-    for tensor, shards in held.items():
-        by_param.setdefault(shards[0].param, []).append(tensor)
-    for name, members in by_param.items():
-        matrices = [pairs[part] for tensor in members for part in adapter_names(tensor)]
-        lora.add(name, [adapter_blocks(held[tensor]) for tensor in members], matrices)
-    lora.attach(chunks, params)
-    return lora
 
 
 def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

@@ -16,18 +16,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, TRANSFORMER_ENGINE, Packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
-from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 
@@ -71,8 +72,39 @@ def transformer_config(
         **layers.kernel_options,
         apply_rope_fusion=layers.kind == "te" or platform.kind == "cpu",  # all packed sequences at once
         **fp8.layer_options(engine.fp8),
-        **moe_options(spec, engine, platform, grouped=layers.kind == "te"),
+        **_moe_options(spec, engine, platform, grouped=layers.kind == "te"),
     )
+
+
+def _moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
+    """Drops no token, as vLLM. ``grouped``: one matrix product for a rank's experts."""
+    parallel, balance = engine.parallel, engine.moe_balance
+    if spec.experts is None:
+        # Nothing dispatches, but with its default Megatron refuses stages that exchange micro-batches of several lengths.
+        return {"moe_token_dispatcher_type": "alltoall"}
+    experts, biased = spec.experts, spec.experts.biased
+    return {
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.num_layers)],
+        "moe_ffn_hidden_size": spec.ffn_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_router_topk": experts.per_token,
+        # A softmax over the chosen experts' logits alone is the softmax over all, renormalised to sum 1.
+        "moe_router_pre_softmax": not experts.renormalize,
+        "moe_router_score_function": "sigmoid" if biased else "softmax",
+        "moe_router_topk_scaling_factor": experts.scale if biased else None,
+        "moe_router_enable_expert_bias": biased,
+        # With a rate of 0 the biases stay as the model has them.
+        "moe_router_bias_update_rate": balance.update_rate if balance.kind == "expert_bias" else 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": grouped,
+        # Megatron's all-to-all works on CUDA streams, and gathers unequal parts where gloo can only gather equal ones.
+        "moe_token_dispatcher_type": "alltoall" if platform.kind == "cuda" else "allgather",
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.tp if parallel.etp is None else parallel.etp,
+    }
 
 
 def _recompute_options(engine: EngineConfig) -> dict[str, Any]:
@@ -172,34 +204,36 @@ class Layers:
             "bias_dropout_fusion": False,
         }
 
+    @classmethod
+    def choose(cls, config: EngineConfig, platform: Platform) -> Layers:
+        """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for an unsuitable GPU."""
+        if platform.kind == "cpu":
+            _refuse_transformer_engine(config)
+        if platform.kind == "cpu" or config.layers == "local":
+            return cls("local", Packages.installed())
+        if (problem := _import_problem()) is not None:
+            meaning = (
+                "engine.layers = te" if config.layers == "te" else "engine.layers = auto means Transformer Engine on a GPU"
+            )
+            raise RuntimeError(
+                f"{meaning}, but transformer_engine.pytorch cannot be imported ({problem}); install it ({INSTALL_TE}), or set "
+                "engine.layers=local"
+            )
+        packages = Packages.installed()
+        capability = torch.cuda.get_device_capability(platform.device)
+        fp8.check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
+        fp8.ask_transformer_engine(config.fp8)
+        if capability < (9, 0) and importlib.util.find_spec("flash_attn") is None:
+            warnings.warn(
+                f"this GPU has compute capability {capability[0]}.{capability[1]}: Transformer Engine takes cuDNN's attention "
+                "for packed sequences from 9.0, and flash-attn is not installed, so that the attention of a sequence of T "
+                "tokens holds T × T scores; install flash-attn for long responses",
+                stacklevel=2,
+            )
+        return cls("te", packages)
+
 
 LOCAL = Layers("local")
-
-
-def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
-    """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for an unsuitable GPU."""
-    if platform.kind == "cpu":
-        _refuse_transformer_engine(config)
-    if platform.kind == "cpu" or config.layers == "local":
-        return Layers("local", Packages.installed())
-    if (problem := _import_problem()) is not None:
-        meaning = "engine.layers = te" if config.layers == "te" else "engine.layers = auto means Transformer Engine on a GPU"
-        raise RuntimeError(
-            f"{meaning}, but transformer_engine.pytorch cannot be imported ({problem}); install it ({INSTALL_TE}), or set "
-            "engine.layers=local"
-        )
-    packages = Packages.installed()
-    capability = torch.cuda.get_device_capability(platform.device)
-    fp8.check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
-    fp8.ask_transformer_engine(config.fp8)
-    if capability < (9, 0) and importlib.util.find_spec("flash_attn") is None:
-        warnings.warn(
-            f"this GPU has compute capability {capability[0]}.{capability[1]}: Transformer Engine takes cuDNN's attention for "
-            "packed sequences from 9.0, and flash-attn is not installed, so that the attention of a sequence of T tokens holds "
-            "T × T scores; install flash-attn for long responses",
-            stacklevel=2,
-        )
-    return Layers("te", packages)
 
 
 def _import_problem() -> str | None:
@@ -235,6 +269,13 @@ class _RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are not followed
+    """Without Transformer Engine, Megatron's function raises NameError."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return linear(input.float(), self.weight.float())
+
+
 def _layer_spec(
     config: TransformerConfig, layers: Layers, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
@@ -259,7 +300,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _RMSNorm
     if num_experts is not None:
-        layer.submodules.mlp.submodules.router = Float32Router
+        layer.submodules.mlp.submodules.router = _Float32Router
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedDotProductAttention
     if config.qk_layernorm:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
-from tepo_megatron.trainer.megatron.parallel.platform import Platform, select_platform, split_world
+from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks, select_platform
 from tepo_megatron.weights.architecture import ModelSpec
 
 
@@ -30,7 +30,7 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=engine.parallel.world_size)
     try:
-        ranks = split_world(engine.parallel, gloo=False)
+        ranks = Ranks.split(engine.parallel, gloo=False)
         megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform, LOCAL)
         megatron = dataclasses.replace(megatron, perform_initialization=False)
         with platform.megatron():

@@ -10,18 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 from torch import Tensor
-from torch.nn.functional import linear
 
-from tepo_megatron.config import EngineConfig, MoeBalanceConfig
+from tepo_megatron.config import MoeBalanceConfig
 from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.trainer.megatron.parallel.batch import Share
-from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
+from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 _TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -182,49 +180,11 @@ class _Choice:
         return values_tk, experts_tk
 
 
-class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are not followed
-    """Without Transformer Engine, Megatron's function raises NameError."""
-
-    def gating(self, input: Tensor) -> Tensor:
-        return linear(input.float(), self.weight.float())
-
-
 def _count_for_bias(router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
     """Megatron's (0.16) does not broadcast the mask [t] over the map [t, experts], and calls torch.compile."""
     if router.enable_expert_bias and torch.is_grad_enabled():
         real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
         router.local_tokens_per_expert += real.sum(dim=0)
-
-
-def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Drops no token, as vLLM. ``grouped``: one matrix product for a rank's experts."""
-    parallel, balance = engine.parallel, engine.moe_balance
-    if spec.experts is None:
-        # Nothing dispatches, but with its default Megatron refuses stages that exchange micro-batches of several lengths.
-        return {"moe_token_dispatcher_type": "alltoall"}
-    experts, biased = spec.experts, spec.experts.biased
-    return {
-        "num_moe_experts": experts.count,
-        "moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.num_layers)],
-        "moe_ffn_hidden_size": spec.ffn_size,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_router_topk": experts.per_token,
-        # A softmax over the chosen experts' logits alone is the softmax over all, renormalised to sum 1.
-        "moe_router_pre_softmax": not experts.renormalize,
-        "moe_router_score_function": "sigmoid" if biased else "softmax",
-        "moe_router_topk_scaling_factor": experts.scale if biased else None,
-        "moe_router_enable_expert_bias": biased,
-        # With a rate of 0 the biases stay as the model has them.
-        "moe_router_bias_update_rate": balance.update_rate if balance.kind == "expert_bias" else 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": grouped,
-        # Megatron's all-to-all works on CUDA streams, and gathers unequal parts where gloo can only gather equal ones.
-        "moe_token_dispatcher_type": "alltoall" if platform.kind == "cuda" else "allgather",
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.tp if parallel.etp is None else parallel.etp,
-    }
 
 
 def _auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:

@@ -24,6 +24,9 @@ from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.rendezvous import rank_store, share_gloo_thread
 from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
+_MARGIN_S = 300.0  # the heartbeat watch reports more, and must end the run first
+_TIMEOUT = timedelta(seconds=1800 + _MARGIN_S)
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -34,6 +37,34 @@ class Platform:
     def megatron(self) -> contextlib.AbstractContextManager[None]:
         """Megatron's code must run in this context."""
         return _CudaToCpu() if self.kind == "cpu" else contextlib.nullcontext()
+
+    def initialize(self, config: ParallelConfig, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
+        """Joins torchrun's world, or makes one. Every rank calls. Raises ValueError for another size."""
+        world = variable("WORLD_SIZE", 1)
+        if world != config.world_size:
+            raise ValueError(
+                f"engine.parallel asks for tp {config.tp} × pp {config.pp} × cp {config.cp} × dp {config.dp} = "
+                f"{config.world_size} processes, "
+                f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
+            )
+        share_gloo_thread()
+        if not dist.is_initialized():
+            # torch exports HashStore without saying so
+            store = rank_store(world, timeout) if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
+            rank = variable("RANK", 0)
+            dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        ranks = Ranks.split(config, timeout=timeout)
+        with self.megatron():
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        return ranks
+
+    @staticmethod
+    def destroy() -> None:
+        """On CPUs it waits for no rank, but NCCL does."""
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def host_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """None if torch's default group waits on the host. Every rank calls."""
@@ -148,11 +179,6 @@ class _HostStream:
     def synchronize(self) -> None: ...
 
 
-_MARGIN_S = 300.0  # the heartbeat watch reports more, and must end the run first
-
-_TIMEOUT = timedelta(seconds=1800 + _MARGIN_S)
-
-
 def collective_timeout(config: RunConfig) -> timedelta:
     # in a weight update rank 0 may wait for servers while the others wait in a collective
     return timedelta(seconds=config.train.hang_timeout_s + config.rollout.server.longest_wait_s + _MARGIN_S)
@@ -180,60 +206,31 @@ class Ranks:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-
-def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
-    """Joins torchrun's world, or makes one. Every rank calls. Raises ValueError for another size."""
-    world = variable("WORLD_SIZE", 1)
-    if world != config.world_size:
-        raise ValueError(
-            f"engine.parallel asks for tp {config.tp} × pp {config.pp} × cp {config.cp} × dp {config.dp} = "
-            f"{config.world_size} processes, "
-            f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
+    @classmethod
+    def split(cls, config: ParallelConfig, *, gloo: bool = True, timeout: timedelta = _TIMEOUT) -> Ranks:
+        """Makes Megatron's groups in torch's world. Every rank calls."""
+        parallel_state.initialize_model_parallel(
+            config.tp,
+            config.pp,
+            virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+            context_parallel_size=config.cp,
+            expert_model_parallel_size=config.ep,
+            expert_tensor_parallel_size=config.etp,
+            distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),  # Megatron's own is 30
+            create_gloo_process_groups=gloo,
         )
-    share_gloo_thread()
-    if not dist.is_initialized():
-        # torch exports HashStore without saying so
-        store = rank_store(world, timeout) if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
-        rank = variable("RANK", 0)
-        dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    ranks = split_world(config, timeout=timeout)
-    with platform.megatron():
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return ranks
-
-
-def split_world(config: ParallelConfig, *, gloo: bool = True, timeout: timedelta = _TIMEOUT) -> Ranks:
-    """Makes Megatron's groups in torch's world. Every rank calls."""
-    parallel_state.initialize_model_parallel(
-        config.tp,
-        config.pp,
-        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
-        context_parallel_size=config.cp,
-        expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=config.etp,
-        distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),  # Megatron's own is 30
-        create_gloo_process_groups=gloo,
-    )
-    return Ranks(
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        tp=config.tp,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pp=config.pp,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        dp=config.dp,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        cp=config.cp,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
-        cp_group=parallel_state.get_context_parallel_group() if config.cp > 1 else None,
-        vpp=config.vpp,
-    )
-
-
-def destroy() -> None:
-    """On CPUs it waits for no rank, but NCCL does."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        return cls(
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            tp=config.tp,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp=config.pp,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            dp=config.dp,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            cp=config.cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
+            cp_group=parallel_state.get_context_parallel_group() if config.cp > 1 else None,
+            vpp=config.vpp,
+        )

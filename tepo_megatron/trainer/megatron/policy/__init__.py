@@ -22,11 +22,11 @@ from tepo_megatron.config import Fp8Config, ModelConfig, OptimizerConfig, RunCon
 from tepo_megatron.runtime.machine import variable
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import load_weights, optimizer_options, plain_weights
-from tepo_megatron.trainer.megatron.model.lora import Lora, build_lora
+from tepo_megatron.trainer.megatron.model.lora import Lora
 from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
 from tepo_megatron.trainer.megatron.parallel.collectives import objects_as_json
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
-from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates, inner_optimizers
+from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import batches
@@ -107,7 +107,7 @@ class PolicyBuilder:
             config = self.config
             lora = None
             if config.model.lora is not None:
-                lora = build_lora(config.model.lora, chunks, params, self.layouts, rank=self.ranks.rank, seed=config.seed)
+                lora = Lora.build(config.model.lora, chunks, params, self.layouts, rank=self.ranks.rank, seed=config.seed)
             options = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=config.optimizer.distributed,
@@ -194,7 +194,7 @@ def _build_optimizer(
             ),
             list(ddp),
         )
-    for inner in inner_optimizers(optimizer):
+    for inner in OptimizerStates(optimizer).inner:
         _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
     if config.offload_fraction:
         gc.collect()  # Megatron makes its hybrid optimizer twice; the first, a reference cycle, has a copy of all weights

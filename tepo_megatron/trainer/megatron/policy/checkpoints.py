@@ -187,7 +187,7 @@ def _make_empty(partial: Path) -> None:
 
 
 @dataclass
-class Counters:
+class _Counters:
     updates: int = 0  # without skipped steps
     updates_skipped: int = 0
 
@@ -197,10 +197,8 @@ class Counters:
 
 
 class MegatronCheckpoints:
-    def __init__(
-        self, weights: PolicyWeights, counters: Counters, *, group: dist.ProcessGroup | None, about: Mapping[str, Any]
-    ) -> None:
-        self._policy, self._weights, self._counters = weights.policy, weights, counters
+    def __init__(self, weights: PolicyWeights, *, group: dist.ProcessGroup | None, about: Mapping[str, Any]) -> None:
+        self._policy, self._weights, self.counters = weights.policy, weights, _Counters()
         self._group, self._about = group, about
         self._saving: _Saving | None = None
         self.bytes_read = 0
@@ -212,7 +210,7 @@ class MegatronCheckpoints:
         self._saving = _Saving(
             folder,
             step=step,
-            state={**asdict(self._counters), "weights_digest": digest, **self._about, **state},
+            state={**asdict(self.counters), "weights_digest": digest, **self._about, **state},
             boxes=self._boxes(),
             group=self._group,
             background=background,
@@ -263,7 +261,7 @@ class MegatronCheckpoints:
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
         self._weights.heartbeat.phase("load")
         state = self.check(folder) if checked is None else checked
-        counters = self._counters
+        counters = self.counters
         for counter in fields(counters):
             value = state.get(counter.name, counter.default)  # older checkpoints have fewer
             setattr(counters, counter.name, tuple(value) if isinstance(value, list) else value)
@@ -294,7 +292,7 @@ class MegatronCheckpoints:
                     stored[kind].read(tensor, box, into)
                     read += into.nbytes
             on_device = {kind: value.to(param.device) for kind, value in values.items()}
-            states.restore(param, on_device, updates=self._counters.updates)
+            states.restore(param, on_device, updates=self.counters.updates)
         for name, bias in policy.expert_biases.items() if policy.lora is None else ():
             for shard in by_param[name]:
                 stored["master"].read(shard.tensor, shard.box, bias)

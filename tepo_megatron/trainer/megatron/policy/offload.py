@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.trainer.megatron.policy import Policy
-from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors, inner_optimizers
+from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates, adam_tensors
 
 Part = Literal["weights", "optimizer", "gradients"]
 
@@ -105,7 +105,7 @@ class Offloader:
                 ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
         if "optimizer" in leaving:
             weights = _storages(_parameters(self._model), self._device)
-            held = chain.from_iterable(adam_tensors(inner.optimizer) for inner in inner_optimizers(self._policy.optimizer))
+            held = chain.from_iterable(adam_tensors(inner.optimizer) for inner in OptimizerStates(self._policy.optimizer).inner)
             state = (tensor for tensor in held if _identity(tensor) not in weights)
             self._state.offload(chain(state, _parameters(self._frozen)))
             _drop_copies(self._frozen)

@@ -27,8 +27,10 @@ _TIE = 0x8000  # last 17 bits of an fp32 number halfway between an even and the 
 
 class OptimizerStates:
     def __init__(self, optimizer: MegatronOptimizer) -> None:
-        self._inner = inner_optimizers(optimizer)
-        self.distributed = isinstance(self._inner[0], DistributedOptimizer)
+        chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        # without those that have nothing to train: the dense weights', if adapters are on experts only
+        self.inner = [inner for inner in chained if inner.optimizer is not None]
+        self.distributed = isinstance(self.inner[0], DistributedOptimizer)
 
     @staticmethod
     def is_parallel_expert(param: torch.nn.Parameter) -> bool:
@@ -57,7 +59,7 @@ class OptimizerStates:
 
     def copy_masters(self) -> None:
         """Copies them to where a gather reads: into parameters, or for MXFP8 beside them."""
-        for inner in self._inner:
+        for inner in self.inner:
             if isinstance(inner, FP32Optimizer):  # its masters are the parameters
                 continue
             if inner.config.reuse_grad_buf_for_mxfp8_param_ag:
@@ -92,7 +94,7 @@ class OptimizerStates:
 
     def _held(self, param: torch.nn.Parameter) -> tuple[Any, Tensor, slice]:
         # Megatron chains an optimizer for dense weights and, under expert parallelism, another.
-        optimizer = self._inner[self.is_parallel_expert(param) if len(self._inner) > 1 else 0]
+        optimizer = self.inner[self.is_parallel_expert(param) if len(self.inner) > 1 else 0]
         if isinstance(optimizer, DistributedOptimizer):
             if param not in optimizer.model_param_group_index_map:
                 return optimizer.optimizer, param.new_zeros(0, dtype=torch.float32), slice(0, 0)
@@ -106,12 +108,6 @@ class OptimizerStates:
         else:
             assert isinstance(optimizer, FP32Optimizer)
         return optimizer.optimizer, main, slice(0, param.numel())
-
-
-def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Without those that have nothing to train: the dense weights', if adapters are on experts only."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [inner for inner in chained if inner.optimizer is not None]
 
 
 def _read(adam: Any, held: Tensor, state: str) -> Tensor:
