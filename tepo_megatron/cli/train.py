@@ -62,7 +62,7 @@ def _serve(
     overrides: Overrides = None,
     node: Annotated[int, Option(metavar="I", help="This node's number among the nodes for rollouts.")] = 0,
     nodes: Annotated[int, Option(metavar="N", help="How many nodes serve.")] = 1,
-    registry: Annotated[Path | None, Option("--for-ranks", hidden=True)] = None,  # the launcher's (sampler/fleet/for_ranks.py)
+    registry: Annotated[Path | None, Option("--for-ranks", hidden=True)] = None,  # the launcher's (sampler/fleet/external.py)
 ) -> None:
     """Serve vLLM on this node for a trainer on another, until interrupted; they meet in rollout.server.registry.
 
@@ -75,15 +75,14 @@ def _serve(
         from tepo_megatron.run.output.resume import resolve_dtype
         from tepo_megatron.run.step.placement import Placement
         from tepo_megatron.runtime.machine import this_machine
-        from tepo_megatron.sampler.fleet.external import serve, serve_node
-        from tepo_megatron.sampler.fleet.for_ranks import end_with_starter
-        from tepo_megatron.sampler.vllm.resources import check_server_split
+        from tepo_megatron.sampler.fleet.external import end_with_starter, serve, serve_node
+        from tepo_megatron.sampler.protocol import sampler_spec
         from tepo_megatron.tasks.data.builtin import resolve_model_path
         from tepo_megatron.weights.architecture import read_model_spec
 
         config = resolve_dtype(config, this_machine().gpus)
         model_dir = resolve_model_path(config.model.path)
-        check_server_split(config.rollout.server, read_model_spec(model_dir))
+        sampler_spec().check_model(config.rollout.server, read_model_spec(model_dir))
         if registry is None:
             serve_node(config, model_dir=model_dir, node=node, nodes=nodes)
             return

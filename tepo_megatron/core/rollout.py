@@ -30,6 +30,10 @@ class WeightsVersion:
     step: int
     digest: str = ""
 
+    @property
+    def label(self) -> str:
+        return f"{self.step}:{self.digest}"
+
 
 Spans = tuple[tuple[int, WeightsVersion], ...]  # (index of the first token, weights that drew it and the following ones)
 

@@ -1,4 +1,4 @@
-"""Servers of ``tepo serve``, on other nodes or beside ranks that may be restarted, registered on a shared disk."""
+"""Servers of ``tepo serve``, on other nodes or beside ranks that may be restarted (decision 043), registered on a disk."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.errors import describe
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.restarts import job_name
+from tepo_megatron.runtime.supervise import folder_name
 from tepo_megatron.runtime.text import is_key, parse_json
-from tepo_megatron.sampler.vllm.server import is_healthy, is_usable, make_servers
+from tepo_megatron.sampler.vllm.server import Server
 
 _KEY = "key"
 _FAILED = "failed"
@@ -30,6 +37,10 @@ _CLOSED = "closed"
 """Written when the trainer has ended: servers end too, where no Slurm does it."""
 _POLL_INTERVAL_S = 0.5
 _WATCH_INTERVAL_S = 1.0
+
+_REGISTRY = "TEPO_SERVERS"
+_COMMAND = (sys.executable, "-m", "tepo_megatron", "serve")
+_STOP_TIMEOUT_S = 60.0
 
 
 class _Registration(NamedTuple):
@@ -175,9 +186,9 @@ class ExternalServer:
         while self._is_waiting:
             newest = self._entry.registered()
             is_new = newest is not None and newest.life != self._retired and not self._entry.is_retired(newest.life)
-            if newest is not None and is_new and is_healthy(newest.url):
+            if newest is not None and is_new and Server.is_healthy(newest.url):
                 is_free = self._entry.claim(newest.life)
-                if is_free or (is_free is None and is_usable(newest.url, self._key)):
+                if is_free or (is_free is None and Server.is_usable(newest.url, self._key)):
                     self._current, self.was_used = newest, not is_free
                     return
                 self._retired = newest.life  # another trainer's weights are in it, or a part of this job's
@@ -200,7 +211,7 @@ class ExternalServer:
         with suppress(OSError, RuntimeError):  # a disk that does not answer says nothing about the server
             if self._entry.registered() not in (current, None):
                 return False  # another life at its address does not have its weights
-        return is_healthy(current.url)
+        return Server.is_healthy(current.url)
 
     def stop(self) -> None:
         self._is_waiting = False
@@ -235,7 +246,7 @@ def serve(
 
 
 def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range, *, model_dir: Path, first_gpu: int) -> None:
-    servers = make_servers(
+    servers = Server.make_all(
         server,
         share,
         key=shared_key(registry),
@@ -287,3 +298,77 @@ def _share(config: ServerConfig, node: int, nodes: int) -> range:
         raise ValueError(f"rollout.server.count = {config.count} servers cannot be spread over {nodes} nodes; give a multiple")
     size = config.count // nodes
     return range(node * size, (node + 1) * size)
+
+
+def registry_for_ranks() -> Path | None:
+    """None if rank 0 starts its servers itself."""
+    folder = os.environ.get(_REGISTRY)
+    return Path(folder) if folder else None
+
+
+@contextmanager
+def servers_for_ranks(config: RunConfig) -> Iterator[None]:
+    """The servers outlive ranks, but not this process. Ranks that start in the context use them."""
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
+        registry = Path(folder) / "servers"
+        registry.mkdir(mode=0o700)
+        run = Path(folder) / "run.yaml"
+        run.write_text(dump_resolved(config), encoding="utf-8")
+        holder = _Holder(run, registry, config.rollout.server.max_restarts, config.engine.parallel.world_size)
+        os.environ[_REGISTRY] = str(registry)
+        try:
+            yield
+        finally:
+            del os.environ[_REGISTRY]
+            holder.stop()
+
+
+class _Holder:
+    """Runs ``tepo serve``, and starts it again if it was killed."""
+
+    def __init__(self, run: Path, registry: Path, max_restarts: int, local_ranks: int) -> None:
+        self._command = [*_COMMAND, str(run), "--for-ranks", str(registry)]
+        self._registry, self._max_restarts = registry, max_restarts
+        self._environment = {**os.environ, "LOCAL_WORLD_SIZE": str(local_ranks)}
+        self._lock, self._is_stopped = threading.Lock(), False
+        self._process = self._start()
+        self._thread = threading.Thread(target=self._watch, name="servers", daemon=True)
+        self._thread.start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Its standard input is the pipe that ends it with this process; a Ctrl-C at the terminal is the ranks'.
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True)
+
+    def _watch(self) -> None:
+        for _ in range(self._max_restarts):
+            self._process.wait()
+            with self._lock:
+                if self._is_stopped or any(self._registry.glob(f"{_FAILED}-*")):
+                    return
+                self._process = self._start()
+        code = self._process.wait()
+        if not self._is_stopped:
+            sentence = f"the process that holds the rollout servers ended with exit code {code}, too often to start it again"
+            write_atomically(self._registry / f"{_FAILED}-holder", sentence)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)  # the servers' supervisors end them
+        self._thread.join()
+
+
+def end_with_starter() -> None:
+    """Sends this process SIGTERM when standard input closes."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            continue
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="starter", daemon=True).start()

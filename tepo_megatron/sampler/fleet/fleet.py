@@ -4,19 +4,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.sampler.fleet.external import ExternalServer
-from tepo_megatron.sampler.fleet.for_ranks import servers_for_ranks
+from tepo_megatron.sampler.fleet.external import ExternalServer, servers_for_ranks
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, ReadBack, Sampler, SamplerSpec, Scores, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.resources import check_machine_serves, check_server_split, cores_of_servers
-from tepo_megatron.sampler.vllm.server import for_all_at_once
+from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES, check_quantization, cores_of_servers
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import VllmParallel
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
@@ -139,7 +141,7 @@ class Fleet(ServerPool, Sampler):
         if not asked:
             raise ServerDied("no server is left to ask")
         try:
-            for_all_at_once(asked, ask)
+            self._for_all(asked, ask)
         except RuntimeError as error:
             if isinstance(error, ServerSilent | ServerGone):  # its processes may live, but it must not continue
                 self._blame(error)
@@ -215,4 +217,20 @@ class Fleet(ServerPool, Sampler):
             return True
 
 
-SAMPLER = SamplerSpec(Fleet, check_server_split, check_machine_serves, cores_of_servers, servers_for_ranks)
+def _check_model(config: ServerConfig, spec: ModelSpec) -> None:
+    try:
+        VllmParallel(tp=config.tp).check(spec)
+    except ValueError as error:
+        raise ValueError(f"rollout.server.tp = {config.tp} does not fit this model: {error}") from None
+
+
+def _check_machine(config: ServerConfig, spec: ModelSpec) -> None:
+    check_quantization(config.quantization)
+    if torch.cuda.device_count() == 0 and spec.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"the model's attention heads have {spec.head_dim} dimensions (head_dim, or hidden_size / num_attention_heads, in "
+            f"config.json); on a CPU vLLM takes {', '.join(map(str, CPU_HEAD_SIZES))}. Give a model with such heads"
+        )
+
+
+SAMPLER = SamplerSpec(Fleet, _check_model, _check_machine, cores_of_servers, servers_for_ranks)

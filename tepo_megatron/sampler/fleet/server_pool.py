@@ -4,21 +4,22 @@ import resource
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.sampler.fleet.external import ExternalServer, shared_key, with_local_address
-from tepo_megatron.sampler.fleet.for_ranks import registry_for_ranks
+from tepo_megatron.sampler.fleet.external import ExternalServer, registry_for_ranks, shared_key, with_local_address
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, SamplerOptions, ServerDied
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.resources import read_vocab_size
-from tepo_megatron.sampler.vllm.server import Server, for_all_at_once, make_servers
+from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.weights.architecture import read_model_spec
+
+T = TypeVar("T")
 
 _OTHER_FILES = 200  # of rank 0, besides its connections
 
@@ -44,7 +45,7 @@ class ServerPool:
             ]
         else:
             self._key = secrets.token_urlsafe(32)
-            self._servers = make_servers(config, range(config.count), key=self._key, **options)
+            self._servers = Server.make_all(config, range(config.count), key=self._key, **options)
         self.config = config
         self._keep_cache = options.get("keep_cache", False)
         self._stop_token_ids = tuple(options["stop_token_ids"])
@@ -116,10 +117,21 @@ class ServerPool:
         finally:
             self.updating = False
 
+    @staticmethod
+    def _for_all(servers: Sequence[T], action: Callable[[T], None]) -> None:
+        """Raises the first error without waiting for the others."""
+        pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
+        try:
+            requests = [pool.submit(action, server) for server in servers]
+            for request in wait(requests, return_when=FIRST_EXCEPTION).done:
+                request.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def _end(self) -> None:
         self._version = None
         self._close_sync()
-        for_all_at_once(self._servers, lambda server: server.stop())
+        self._for_all(self._servers, lambda server: server.stop())
         self._disconnect()
 
     def lose(self, index: int, client: Client, cause: ServerFault) -> None:
@@ -184,7 +196,7 @@ class ServerPool:
 
     def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
         if stop:
-            for_all_at_once(servers, lambda server: server.stop())
+            self._for_all(servers, lambda server: server.stop())
         while servers:
             self._restarts += len(servers)
             if self._restarts > self.config.max_restarts:
@@ -214,7 +226,7 @@ class ServerPool:
             for server in servers:
                 server.start(taken)
                 taken.add(server.port)
-        for_all_at_once(servers, lambda server: server.wait_ready())
+        self._for_all(servers, lambda server: server.wait_ready())
 
     def _connect(self) -> None:
         self._disconnect()
@@ -222,9 +234,9 @@ class ServerPool:
         self._clients = [self._client(server) for server in self._servers]
         pairs = zip(self._clients, self._servers, strict=True)
         if used := [client for client, server in pairs if isinstance(server, ExternalServer) and server.was_used]:
-            for_all_at_once(used, Client.forget)
+            self._for_all(used, Client.forget)
         if self._sleeps:
-            for_all_at_once(self._clients, Client.sleep)
+            self._for_all(self._clients, Client.sleep)
 
     def _client(self, server: Server | ExternalServer) -> Client:
         # Open files limit the number of connections.

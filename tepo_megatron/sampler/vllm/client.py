@@ -29,7 +29,6 @@ from tepo_megatron.sampler.vllm.wire import (
     SAMPLES,
     USE_ADAPTER,
     BadAnswer,
-    label,
     read_responses,
 )
 from tepo_megatron.weights.architecture import ModelSpec
@@ -157,7 +156,7 @@ class Client:
         """
         self._check_awake()
         # In this order. While some servers have new weights and others old ones, no two requests share cached prompts.
-        newest = label(versions()[-1])
+        newest = versions()[-1].label
         salt = secrets.token_hex(8) if updating() else newest
         body = {
             "id": name or secrets.token_hex(8),
@@ -282,7 +281,7 @@ class Client:
         self._model = ADAPTER_NAME
 
     def finish_weight_update(self, version: WeightsVersion) -> None:
-        self._post("/finish_weight_update", {"weight_version": label(version)})
+        self._post("/finish_weight_update", {"weight_version": version.label})
 
     def _check_awake(self) -> None:
         if self.asleep:

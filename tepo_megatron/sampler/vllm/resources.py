@@ -12,8 +12,6 @@ from pathlib import Path
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, available_cores, read_cores, this_machine
 from tepo_megatron.runtime.text import parse_json
-from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import VllmParallel
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -123,24 +121,6 @@ def check_machine(
     if short:
         some = "a rollout server needs" if servers == 1 else f"{servers} rollout servers need"
         raise ValueError(f"{some} more of this machine than is left. " + ". ".join(short))
-
-
-def check_server_split(config: ServerConfig, spec: ModelSpec) -> None:
-    try:
-        VllmParallel(tp=config.tp).check(spec)
-    except ValueError as error:
-        raise ValueError(f"rollout.server.tp = {config.tp} does not fit this model: {error}") from None
-
-
-def check_machine_serves(config: ServerConfig, spec: ModelSpec) -> None:
-    import torch  # a login node's doctor loads this file without torch
-
-    check_quantization(config.quantization)
-    if torch.cuda.device_count() == 0 and spec.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"the model's attention heads have {spec.head_dim} dimensions (head_dim, or hidden_size / num_attention_heads, in "
-            f"config.json); on a CPU vLLM takes {', '.join(map(str, CPU_HEAD_SIZES))}. Give a model with such heads"
-        )
 
 
 def check_quantization(quantization: str) -> None:

@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Unpack
 from urllib.parse import urlsplit
 
 from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
@@ -44,8 +43,6 @@ from tepo_megatron.sampler.vllm.wire import (
     named_tokens,
 )
 from tepo_megatron.weights.transfer.transport import BACKEND
-
-T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 30.0
 """A busy server is slow; a dead one refuses at once."""
@@ -157,7 +154,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
-        return self.alive and is_healthy(self.url) and listens_as_this_user(self.port)
+        return self.alive and self.is_healthy(self.url) and listens_as_this_user(self.port)
 
     def stop(self) -> None:
         """Waits seconds between SIGTERM and SIGKILL."""
@@ -321,41 +318,41 @@ class Server:
             )
         return ",".join(names[gpu] for gpu in self.gpus)
 
+    @staticmethod
+    def make_all(config: ServerConfig, numbers: Sequence[int], *, key: str, **options: Unpack[SamplerOptions]) -> list[Server]:
+        """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError for too few resources."""
+        model_dir, adapter_rank, first_gpu = options["model_dir"], options.get("adapter_rank"), options.get("first_gpu", 0)
+        weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+        check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
+        gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
+        return [
+            Server(
+                config,
+                model_dir=model_dir,
+                dtype=config.served_dtype(options["dtype"]),
+                cores=cores,
+                key=key,
+                log=options["log_dir"] / f"server-{number}.log",
+                seed=(options.get("seed", 0) + number) % 2**32,  # vLLM takes 32 bits
+                gpus=gpus[slot * config.tp : (slot + 1) * config.tp],
+                dummy=adapter_rank is None and config.starts_with_dummies(trained=options.get("trained", False)),
+                adapter_rank=adapter_rank,
+                tokenizer=options.get("tokenizer", False),
+            )
+            for slot, (number, cores) in enumerate(zip(numbers, worker_cores(config, len(numbers)), strict=True))
+        ]
 
-def make_servers(config: ServerConfig, numbers: Sequence[int], *, key: str, **options: Unpack[SamplerOptions]) -> list[Server]:
-    """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError for too few resources."""
-    model_dir, adapter_rank, first_gpu = options["model_dir"], options.get("adapter_rank"), options.get("first_gpu", 0)
-    weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
-    gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
-    return [
-        Server(
-            config,
-            model_dir=model_dir,
-            dtype=config.served_dtype(options["dtype"]),
-            cores=cores,
-            key=key,
-            log=options["log_dir"] / f"server-{number}.log",
-            seed=(options.get("seed", 0) + number) % 2**32,  # vLLM takes 32 bits
-            gpus=gpus[slot * config.tp : (slot + 1) * config.tp],
-            dummy=adapter_rank is None and config.starts_with_dummies(trained=options.get("trained", False)),
-            adapter_rank=adapter_rank,
-            tokenizer=options.get("tokenizer", False),
-        )
-        for slot, (number, cores) in enumerate(zip(numbers, worker_cores(config, len(numbers)), strict=True))
-    ]
+    @staticmethod
+    def is_healthy(url: str) -> bool:
+        return _get(url, "/health") is not None
 
-
-def is_healthy(url: str) -> bool:
-    return _get(url, "/health") is not None
-
-
-def is_usable(url: str, key: str) -> bool:
-    """False within a weight update, or if one was broken off."""
-    reply = _get(url, PROGRESS, {"Authorization": f"Bearer {key}"})
-    with suppress(ValueError):
-        return reply is not None and parse_json(reply, PROGRESS, dict).get("updating") is False
-    return False
+    @staticmethod
+    def is_usable(url: str, key: str) -> bool:
+        """False within a weight update, or if one was broken off."""
+        reply = _get(url, PROGRESS, {"Authorization": f"Bearer {key}"})
+        with suppress(ValueError):
+            return reply is not None and parse_json(reply, PROGRESS, dict).get("updating") is False
+        return False
 
 
 def _get(url: str, path: str, headers: Mapping[str, str] | None = None) -> bytes | None:
@@ -369,17 +366,6 @@ def _get(url: str, path: str, headers: Mapping[str, str] | None = None) -> bytes
         return None
     finally:
         connection.close()
-
-
-def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
-    """Raises the first error without waiting for the others."""
-    pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
-    try:
-        requests = [pool.submit(action, server) for server in servers]
-        for request in wait(requests, return_when=FIRST_EXCEPTION).done:
-            request.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _has_gpu() -> bool:

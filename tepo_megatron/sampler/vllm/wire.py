@@ -79,10 +79,6 @@ def named_tokens(top_k: int) -> int:
     return top_k + 8 + top_k // 8
 
 
-def label(version: WeightsVersion) -> str:
-    return f"{version.step}:{version.digest}"
-
-
 def response_frame(
     sample: int,
     ids: ArrayLike,
@@ -230,13 +226,14 @@ def _response(
 
 
 def _spans(spans: Sequence[tuple[int, str]], versions: Sequence[WeightsVersion]) -> Spans:
-    labels = {label(version): version for version in versions}
+    labels = {version.label: version for version in versions}
     if versions[0] == WeightsVersion(0):
         labels = {_INITIAL_LABEL: versions[0]} | labels
     if not spans or any(name not in labels for _, name in spans):
         others = " and ".join(sorted({name for _, name in spans})) or "of no version"
+        sent = " and ".join(version.label for version in versions)
         raise BadAnswer(
-            f"drew a response with weights {others}, but this run gave it {' and '.join(map(label, versions))} (step:digest): "
+            f"drew a response with weights {others}, but this run gave it {sent} (step:digest): "
             "another run updates this server, or an update was lost. Give every run servers of its own, and start this one "
             "again with --resume",
             repeat=False,

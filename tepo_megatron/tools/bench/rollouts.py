@@ -209,7 +209,7 @@ def _receive(responses: int, length: int) -> list[Rollout]:
 
     def pieces(numbers: Sequence[int]) -> Iterator[bytes]:
         for number in numbers:
-            frame = response_frame(number, ids, logprobs, "length", [(0, f"{_VERSION.step}:{_VERSION.digest}")])
+            frame = response_frame(number, ids, logprobs, "length", [(0, _VERSION.label)])
             yield from (frame[index : index + _PIECE] for index in range(0, len(frame), _PIECE))
         yield head_frame({"end": len(numbers)})
 

@@ -17,9 +17,17 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.restarts import named_job
-from tepo_megatron.sampler.fleet import external, for_ranks
-from tepo_megatron.sampler.fleet.external import ExternalServer, RegistryEntry, serve_node, shared_key, with_local_address
-from tepo_megatron.sampler.fleet.for_ranks import registry_for_ranks, servers_for_ranks
+from tepo_megatron.sampler.fleet import external
+from tepo_megatron.sampler.fleet.external import (
+    ExternalServer,
+    RegistryEntry,
+    registry_for_ranks,
+    serve_node,
+    servers_for_ranks,
+    shared_key,
+    with_local_address,
+)
+from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
@@ -153,10 +161,10 @@ def started(server: ExternalServer) -> ExternalServer:
 
 
 def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_servers(*_: Any, **__: Any) -> list[Any]:
+    def make_all(*_: Any, **__: Any) -> list[Any]:
         raise ValueError("there is too little memory")
 
-    monkeypatch.setattr(external, "make_servers", make_servers)
+    monkeypatch.setattr(Server, "make_all", make_all)
     server = {"placement": "external", "registry": str(tmp_path), "interface": "lo"}
     config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
     with pytest.raises(ValueError, match="too little memory"):
@@ -167,7 +175,7 @@ def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, 
 
 def test_servers_end_when_the_trainer_has_closed_their_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = MagicMock(alive=True, url="http://127.0.0.1:1", port=1)
-    monkeypatch.setattr(external, "make_servers", lambda *_, **__: [server])
+    monkeypatch.setattr(Server, "make_all", lambda *_, **__: [server])
     monkeypatch.setattr(external, "_WATCH_INTERVAL_S", 0.01)
     section = {"placement": "external", "registry": str(tmp_path), "interface": "lo"}
     config = RunConfig.model_validate({"rollout": {"server": section}, "output": str(tmp_path)})
@@ -179,7 +187,7 @@ def test_servers_end_when_the_trainer_has_closed_their_registry(tmp_path: Path, 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from tepo_megatron.sampler.fleet.for_ranks import end_with_starter
+from tepo_megatron.sampler.fleet.external import end_with_starter
 folder = Path(sys.argv[1])
 with (folder / "lives").open("a") as file:
     file.write(f"{os.getpid()}\\n")
@@ -192,7 +200,7 @@ def test_what_holds_the_servers_starts_again_after_a_kill_and_ends_with_its_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "held.py").write_text(HOLDER)
-    monkeypatch.setattr(for_ranks, "_COMMAND", (sys.executable, str(tmp_path / "held.py"), str(tmp_path)))
+    monkeypatch.setattr(external, "_COMMAND", (sys.executable, str(tmp_path / "held.py"), str(tmp_path)))
     config = RunConfig.model_validate({"rollout": {"server": {"max_restarts": 1}}, "output": str(tmp_path)})
 
     def lives(count: int) -> list[int]:
