@@ -247,13 +247,13 @@ _TRIED_PROBLEMS = 4
 
 def _misjudged(config: RunConfig, task: Task, problems: Sequence[Problem]) -> str:
     """Returns which answer an evaluation would misjudge; empty: none of those tried. Raises ValueError as an evaluation."""
-    from tepo_megatron.tasks.evaluate.evaluation import check_component
+    from tepo_megatron.tasks.protocol import RewardResult
 
     of, tried = config.evaluate, problems[:_TRIED_PROBLEMS]
     wrong = [next((other.answer for other in problems if other.answer != problem.answer), None) for problem in tried]
     answers = [(problem, problem.answer, True) for problem in tried]
     answers += [(problem, text, False) for problem, text in zip(tried, wrong, strict=True) if text is not None]
-    check_component("evaluate.correct", of.correct, task.components)
+    RewardResult.check_component("evaluate.correct", of.correct, task.components)
     results = task.score([(problem, text) for problem, text, _ in answers])
     for (problem, text, right), result in zip(answers, results, strict=True):
         if result.error is None and result.is_correct(of.correct_at, of.correct) != right:

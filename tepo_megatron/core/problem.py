@@ -15,13 +15,11 @@ LARGEST_REWARD = 1e15
 """In float32, sums of squares of a million such rewards are finite."""
 
 
-def is_reward(value: float) -> bool:
-    """Returns False for NaN too."""
-    return abs(value) <= LARGEST_REWARD
-
-
-def not_a_reward(value: float) -> str:
-    return f"{value}, beyond ±{LARGEST_REWARD:g}" if math.isfinite(value) else f"{value}, not a finite number"
+def reward_fault(value: float) -> str | None:
+    """Returns None for a reward."""
+    if abs(value) <= LARGEST_REWARD:
+        return None
+    return f"{value}, beyond ±{LARGEST_REWARD:g}" if abs(value) < math.inf else f"{value}, not a finite number"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from tepo_megatron.core.problem import is_reward, not_a_reward
+from tepo_megatron.core.problem import reward_fault
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.text import parse_json
@@ -279,8 +279,8 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
             yield f"some of the teacher's top tokens are not among the model's {highest}, or twice at one place"
     parts = {f"reward's component {name!r}": part for name, part in rollout.reward_parts.items()}
     for name, reward in {"reward": rollout.reward, **parts}.items():
-        if reward is not None and not is_reward(reward):
-            yield f"the {name} is {not_a_reward(reward)}"
+        if reward is not None and (fault := reward_fault(reward)):
+            yield f"the {name} is {fault}"
     if vocab_size is not None:
         for token in rollout.prompt_ids[(rollout.prompt_ids < 0) | (rollout.prompt_ids >= vocab_size)]:
             yield f"token {token} is not one of the model's {vocab_size}"

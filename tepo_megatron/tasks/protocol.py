@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -12,10 +12,6 @@ import numpy as np
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Logprobs, Response, Rollout, TopTokens
 from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream
-
-
-def decisive(names: str | None) -> list[str]:
-    return [] if names is None else [name.strip() for name in names.split(",")]
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,27 @@ class RewardResult:
 
     def is_correct(self, correct_at: float, component: str | None = None) -> bool:
         """The first of ``component``'s names (``right,ok``) that the reward has decides; without components the reward."""
-        value = next((self.parts[name] for name in decisive(component) if name in self.parts), self.reward)
+        value = next((self.parts[name] for name in self._names(component) if name in self.parts), self.reward)
         return self.error is None and value is not None and value >= correct_at
+
+    @classmethod
+    def check_component(cls, field: str, name: str | None, components: Collection[str] | None) -> None:
+        """``components`` as of a task. Raises ValueError unless one of ``name``'s is among them, or it is None for a number."""
+        if components is None:
+            return
+        names = ", ".join(components)
+        if any(item in components for item in cls._names(name)) if names else name is None:
+            return
+        if not names:
+            raise ValueError(f"{field} = {name}, but the verifier returns a number without components; leave {field} out")
+        raise ValueError(
+            f"{field} = {name or 'null'} names no component of the reward, which has {names}; set {field} to the one that says "
+            "whether a response is correct, since their sum does not"
+        )
+
+    @staticmethod
+    def _names(component: str | None) -> list[str]:
+        return [] if component is None else [name.strip() for name in component.split(",")]
 
 
 Generate = Callable[..., Sequence[Sequence[Response]]]  # Sampler.generate; its numbers determine seeds
@@ -109,7 +124,19 @@ class Task(Protocol):
 
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Metrics of these rollouts, and of responses since the last call."""
-        return turn_figures(rollouts)
+        return self.turn_figures(rollouts)
+
+    @staticmethod
+    def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Means; empty if no rollout has environment tokens. Adjacent turns count as one."""
+        masks = [rollout.loss_mask for rollout in rollouts]
+        if all(mask is None for mask in masks):
+            return {}
+        turns = [1 if mask is None else int((np.diff(mask.astype(np.int8), prepend=0) == 1).sum()) for mask in masks]
+        return {
+            "environment/turns": float(np.mean(turns)),
+            "environment/tokens": float(np.mean([rollout.response_ids.size - rollout.model_tokens for rollout in rollouts])),
+        }
 
     def another(self) -> Task:
         """It is for another thread."""
@@ -122,15 +149,3 @@ class Task(Protocol):
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-
-def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means; empty if no rollout has environment tokens. Adjacent turns count as one."""
-    masks = [rollout.loss_mask for rollout in rollouts]
-    if all(mask is None for mask in masks):
-        return {}
-    turns = [1 if mask is None else int((np.diff(mask.astype(np.int8), prepend=0) == 1).sum()) for mask in masks]
-    return {
-        "environment/turns": float(np.mean(turns)),
-        "environment/tokens": float(np.mean([rollout.response_ids.size - rollout.model_tokens for rollout in rollouts])),
-    }

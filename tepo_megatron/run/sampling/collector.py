@@ -30,9 +30,9 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
-from tepo_megatron.tasks.data.sources import make_sampler
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.environments.episodes import episode_prompt
-from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
+from tepo_megatron.tasks.protocol import RewardResult, Task
 from tepo_megatron.trainer.run_compatibility import is_allowed
 
 
@@ -63,7 +63,7 @@ class RolloutCollector:
         self._buffer = GroupBuffer(
             config,
             inputs.train,
-            make_sampler(inputs.train, config.data, config.seed),
+            ProblemSampler.of(inputs.train, config.data, config.seed),
             lambda problem: episode_prompt(config.environment, inputs.tokenizer, problem),
             window=window,
         )
@@ -91,7 +91,7 @@ class RolloutCollector:
         self.rollouts = self._rewards.leave_out(self.drawn)
         task = self._sampled_task  # None until the thread samples
         self._figures |= version_figures(self.rollouts, step)
-        self._figures |= turn_figures(self.rollouts) if task is None else task.take_figures(self.rollouts)
+        self._figures |= Task.turn_figures(self.rollouts) if task is None else task.take_figures(self.rollouts)
         trained, figures = self._rewards.apply_overlong(self.rollouts, step)
         self._figures |= figures
         return trained

@@ -19,7 +19,7 @@ from tepo_megatron.tasks.data.sources import TOO_LONG, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, load_sets
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
@@ -84,7 +84,7 @@ class Inputs:
         if replay is None:
             _check_teachers(config, limit, max(sizes)[0])
         names = [name for name in evaluate.sets if evaluate.every_of(name) and replay is None]
-        sets = load_sets(config, tokenizer, names)
+        sets = EvaluationSet.load_all(config, tokenizer, names)
         for chosen in sets:
             sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
             _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")

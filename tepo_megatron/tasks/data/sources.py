@@ -21,7 +21,7 @@ TOO_LONG = "longer than data.max_prompt_tokens"  # reasons; the filter's name fo
 
 
 @dataclass(frozen=True)
-class Prompt:
+class _Prompt:
     """A filtered problem has 0 tokens."""
 
     problem: Problem
@@ -35,7 +35,7 @@ class Source:
 
     name: str
     path: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[_Prompt]
 
     @property
     def used(self) -> list[Problem]:
@@ -50,38 +50,38 @@ class Source:
         counts = self.left_out.most_common()
         return [f"{self.path}: {count} problem{'s'[: count > 1]} left out, {cause}" for cause, count in counts]
 
+    @classmethod
+    def read(cls, config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
+        """``name`` becomes the problems' ``source``."""
+        filters, bound = _load_filters(source.filter or ()), config.max_prompt_tokens
+        prompts = []
+        for problem in load_problems(source):
+            cause = next((f"{FILTER} {called}" for called, keeps in filters.items() if not keeps(problem)), None)
+            tokens = len(encode_prompt(tokenizer, problem)) if cause is None else 0
+            if bound is not None and tokens > bound:
+                cause = TOO_LONG
+            prompts.append(_Prompt(replace(problem, source=name), tokens, cause))
+        completed = cls(name, source.path, prompts)
+        if completed.left_out.get(TOO_LONG) == len(prompts):
+            raise ValueError(
+                f"data.max_prompt_tokens = {bound} leaves no problem of {source.path}: the shortest of {len(prompts)} prompts "
+                f"has {min(prompt.tokens for prompt in prompts)} tokens; raise it"
+            )
+        if not completed.used:
+            causes = ", ".join(f"{count} {cause}" for cause, count in completed.left_out.most_common())
+            raise ValueError(f"none of the {len(prompts)} problems of {source.path} is left: {causes}; change data.filter")
+        return completed
+
 
 def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
     """Encodes every prompt, to find errors early. Raises ValueError."""
     plain = isinstance(getattr(config, field), str)
     sources = [
-        read_source(config, source, tokenizer, name="" if plain else source.called)
+        Source.read(config, source, tokenizer, name="" if plain else source.called)
         for source in (config.train_sources if field == "train" else config.heldout_sources)
     ]
     _check_ids(sources)
     return sources
-
-
-def read_source(config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
-    """``name`` becomes the problems' ``source``."""
-    filters, bound = _load_filters(source.filter or ()), config.max_prompt_tokens
-    prompts = []
-    for problem in load_problems(source):
-        cause = next((f"{FILTER} {called}" for called, keeps in filters.items() if not keeps(problem)), None)
-        tokens = len(encode_prompt(tokenizer, problem)) if cause is None else 0
-        if bound is not None and tokens > bound:
-            cause = TOO_LONG
-        prompts.append(Prompt(replace(problem, source=name), tokens, cause))
-    completed = Source(name, source.path, prompts)
-    if completed.left_out.get(TOO_LONG) == len(prompts):
-        raise ValueError(
-            f"data.max_prompt_tokens = {bound} leaves no problem of {source.path}: the shortest of {len(prompts)} prompts has "
-            f"{min(prompt.tokens for prompt in prompts)} tokens; raise it"
-        )
-    if not completed.used:
-        causes = ", ".join(f"{count} {cause}" for cause, count in completed.left_out.most_common())
-        raise ValueError(f"none of the {len(prompts)} problems of {source.path} is left: {causes}; change data.filter")
-    return completed
 
 
 def _check_ids(sources: Sequence[Source]) -> None:
@@ -146,23 +146,23 @@ def _order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
     return keys
 
 
-def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemSampler:
-    if isinstance(config.train, str):
-        return ProblemSampler(problems, seed, _order_keys(config.order, problems))
-    samplers = {}
-    for source in config.train_sources:
-        own = [problem for problem in problems if problem.source == source.called]
-        # Sources of equal size need different orders.
-        own_seed = int.from_bytes(sha256(f"{seed}/{source.called}".encode()).digest()[:8])
-        samplers[source.called] = ProblemSampler(own, own_seed, _order_keys(config.order, own))
-    return _MixedSampler(samplers, {source.called: source.weight for source in config.train_sources}, seed)
-
-
 class ProblemSampler:
     """Problems, ``keys`` (ascending; ties are shuffled), seed and the number of draws determine the order."""
 
     _what = "training problems are"
     _remedy = "restore the data source"
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemSampler:
+        if isinstance(config.train, str):
+            return cls(problems, seed, _order_keys(config.order, problems))
+        samplers = {}
+        for source in config.train_sources:
+            own = [problem for problem in problems if problem.source == source.called]
+            # Sources of equal size need different orders.
+            own_seed = int.from_bytes(sha256(f"{seed}/{source.called}".encode()).digest()[:8])
+            samplers[source.called] = cls(own, own_seed, _order_keys(config.order, own))
+        return _MixedSampler(samplers, {source.called: source.weight for source in config.train_sources}, seed)
 
     def __init__(self, problems: Sequence[Problem], seed: int, keys: Sequence[float] | None = None) -> None:
         if not problems:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tepo_megatron.core.problem import is_reward
+from tepo_megatron.core.problem import reward_fault
 from tepo_megatron.runtime.text import is_key
 
 Message = Mapping[str, Any]  # role (user, tool or system), content, and more keys for the chat template
@@ -63,7 +63,7 @@ class EpisodeAnswer:
         match values[1:]:
             case [dict() as answer, None | str() as error, None | str() as lost, bool() as suspect, int() | float() as seconds]:
                 is_sound = error is not None or lost is not None or _is_step(answer)
-                if is_sound and is_reward(seconds):
+                if is_sound and reward_fault(seconds) is None:
                     return cls(number, answer, error, lost, suspect, seconds)
         return cls(number, error=fault)
 
@@ -72,7 +72,7 @@ def _is_step(answer: Any) -> bool:
     match answer:
         case {"observation": observation, "reward": reward, "done": bool(), "tool_error": bool()}:
             rewards = list(reward.values()) if isinstance(reward, dict) and reward else [reward]
-            if not all(type(item) in (int, float) and is_reward(item) for item in rewards):
+            if not all(type(item) in (int, float) and reward_fault(item) is None for item in rewards):
                 return False
         case _:
             return False

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from tepo_megatron.core.rollout import Response
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.rows import file_digest
-from tepo_megatron.tasks.data.sources import read_source
+from tepo_megatron.tasks.data.sources import Source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.answers import Notion, Scored, Scorer, Tally, tally_answers
 from tepo_megatron.tasks.evaluate.estimators import maj_at_k, pass_at_k
-from tepo_megatron.tasks.protocol import Generate, Task, decisive
+from tepo_megatron.tasks.protocol import Generate, RewardResult, Task
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
@@ -34,7 +34,7 @@ def verifier_pools(
     """
     pools: dict[str | None, Task] = {None: task, task.verifier: task}
     if heldout:
-        check_component("evaluate.correct", config.evaluate.correct, task.components)
+        RewardResult.check_component("evaluate.correct", config.evaluate.correct, task.components)
     with ExitStack() as opened:
         for of in sets:
             if of.verifier not in pools:
@@ -44,23 +44,8 @@ def verifier_pools(
                     pool.rehearse(of.problems)
                 except ValueError as error:
                     raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
-            check_component(of.correct_field, of.correct, pools[of.verifier].components)
+            RewardResult.check_component(of.correct_field, of.correct, pools[of.verifier].components)
         yield pools
-
-
-def check_component(field: str, name: str | None, components: Collection[str] | None) -> None:
-    """``components`` as of a task. Raises ValueError unless one of ``name``'s is among them, or it is None for a number."""
-    if components is None:
-        return
-    names = ", ".join(components)
-    if any(item in components for item in decisive(name)) if names else name is None:
-        return
-    if not names:
-        raise ValueError(f"{field} = {name}, but the verifier returns a number without components; leave {field} out")
-    raise ValueError(
-        f"{field} = {name or 'null'} names no component of the reward, which has {names}; set {field} to the one that says "
-        "whether a response is correct, since their sum does not"
-    )
 
 
 def evaluate_all(
@@ -159,6 +144,16 @@ class EvaluationSet:
     def correct_field(self) -> str:
         return f"evaluate.sets.{self.name}.correct" if self.name else "evaluate.correct"
 
+    @classmethod
+    def load_all(cls, config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
+        """Raises ValueError for unusable problems."""
+        known = config.evaluate.sets
+        chosen = list(known) if names is None else list(names)
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"there is no set {name!r}; evaluate.sets has {', '.join(known) or 'none'}")
+        return [_load_set(config, tokenizer, name) for name in chosen]
+
 
 @dataclass(frozen=True)
 class _ProblemResult:
@@ -222,16 +217,6 @@ class SetResult:
         return {name: [problem.figures[name] for problem in self.problems if name in problem.figures] for name in names}
 
 
-def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
-    """Raises ValueError for unusable problems."""
-    known = config.evaluate.sets
-    chosen = list(known) if names is None else list(names)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(f"there is no set {name!r}; evaluate.sets has {', '.join(known) or 'none'}")
-    return [_load_set(config, tokenizer, name) for name in chosen]
-
-
 def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationSet:
     settings = config.evaluate.sets[name]
     inherited = ("template", "system_prompt", "chat_template", "special_tokens", "fields", "split")
@@ -242,7 +227,7 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
             "or give its own digest"
         )
     try:
-        source = read_source(
+        source = Source.read(
             config.data, config.data.complete(SourceConfig(path=settings.path, **prompts), filtered=False), tokenizer
         )
     except ValueError as error:
@@ -336,7 +321,7 @@ def _score_groups(
     results = pool.score([(of.problems[number], text) for number, text in zip(numbers, texts, strict=True)], numbers)
     for result in results:
         if result.error is None and result.parts:  # a number, as of another verifier, and an episode without a rating have none
-            check_component(of.correct_field, of.correct, result.parts)
+            RewardResult.check_component(of.correct_field, of.correct, result.parts)
     scored = [
         Scored(
             text,

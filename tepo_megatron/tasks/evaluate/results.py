@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.core.problem import is_reward
+from tepo_megatron.core.problem import reward_fault
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.evaluation import SetResult
@@ -85,7 +85,7 @@ def _read_set(path: Path) -> StoredSet:
         try:
             row = parse_json(line, "it", dict)
             figures = {name: float(value) for name, value in row["figures"].items()}
-            if not all(map(is_reward, figures.values())):
+            if any(map(reward_fault, figures.values())):
                 raise ValueError("a figure is not a finite number")
             problems["/".join([*([row["source"]] if "source" in row else []), row["problem"]])] = (row["digest"], figures)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

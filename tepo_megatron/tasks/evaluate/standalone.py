@@ -27,7 +27,7 @@ from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, SetResult, evaluate_all, load_sets, verifier_pools
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, SetResult, evaluate_all, verifier_pools
 from tepo_megatron.tasks.evaluate.results import RESULTS, write_results
 from tepo_megatron.tasks.protocol import Generate
 from tepo_megatron.weights.architecture import read_model_spec
@@ -54,7 +54,7 @@ def evaluate_model(
     tokenizer = load_tokenizer(folder)
     tokenizer.check_model()
     heldout, left_out = _heldout(config, tokenizer, sets)
-    chosen = load_sets(config, tokenizer, sets)
+    chosen = EvaluationSet.load_all(config, tokenizer, sets)
     output = config.output / "eval"
     fleet = make_sampler(
         servers,

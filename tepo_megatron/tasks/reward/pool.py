@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.problem import Problem, ResponseText, is_reward, not_a_reward
+from tepo_megatron.core.problem import Problem, ResponseText, reward_fault
 from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.runtime.worker_process import End, Worker, WorkerCall, WorkerPool, WorkerProcess
 from tepo_megatron.tasks.protocol import RewardResult, Task
@@ -195,8 +195,8 @@ def weigh(
     if not isinstance(value, Mapping):
         if expected:
             raise ValueError(f"the verifier returned a number, not the components {_listed(expected)}{_whence(weights)}")
-        if not is_reward(value):
-            raise ValueError(f"the reward is {not_a_reward(value)}")
+        if fault := reward_fault(value):
+            raise ValueError(f"the reward is {fault}")
         return float(value), {}
     for name in value:
         if fault := RewardConfig.component_fault(name):
@@ -207,11 +207,11 @@ def weigh(
     parts = {name: float(value[name]) for name in (value if expected is None else expected)}
     weighted = {name: (1.0 if weights is None else weights[name]) * part for name, part in parts.items()}
     for name, part in [*parts.items(), *weighted.items()]:
-        if not is_reward(part):
-            raise ValueError(f"the component {name[:60]} of the reward is {not_a_reward(part)}")
+        if fault := reward_fault(part):
+            raise ValueError(f"the component {name[:60]} of the reward is {fault}")
     reward = math.fsum(weighted.values())
-    if not is_reward(reward):
-        raise ValueError(f"the weighted sum of the components {_listed(list(parts))} is {not_a_reward(reward)}")
+    if fault := reward_fault(reward):
+        raise ValueError(f"the weighted sum of the components {_listed(list(parts))} is {fault}")
     return reward, parts
 
 

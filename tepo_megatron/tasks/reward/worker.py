@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, SupportsFloat
 
-from tepo_megatron.core.problem import Problem, ResponseText, is_reward, not_a_reward
+from tepo_megatron.core.problem import Problem, ResponseText, reward_fault
 from tepo_megatron.runtime.worker_child import WorkerLimits, place_of, serve, time_limit
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
@@ -118,7 +118,8 @@ def _number(value: Any) -> tuple[float | None, str | None]:
         number = float(value)
     except Exception as error:  # here, so that it fails one response of a group
         return None, f"{type(value).__name__}, whose number cannot be taken ({type(error).__name__})"
-    return (number, None) if is_reward(number) else (None, not_a_reward(number))
+    fault = reward_fault(number)
+    return (None if fault else number), fault
 
 
 if __name__ == "__main__":

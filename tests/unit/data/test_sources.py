@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sources import FILTER, TOO_LONG, ProblemSampler, Source, make_sampler, read_sources
+from tepo_megatron.tasks.data.sources import FILTER, TOO_LONG, ProblemSampler, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.data_files import write_jsonl, write_parquet
 
@@ -153,7 +153,7 @@ def make(shares: list[float], count: int = 5, seed: int = 0, answer: str = "a") 
         for number in range(count + index)
     ]
     data = DataConfig.model_validate({"train": sources or "s0.jsonl", "heldout": None})
-    return make_sampler(problems, data, seed)
+    return ProblemSampler.of(problems, data, seed)
 
 
 @given(shares=weights.filter(bool), draws=st.integers(1, 80))
@@ -230,7 +230,7 @@ def test_epochs_seeds_and_sources_of_the_same_size_are_shuffled_differently() ->
     epochs = {numbers(*(problem.id for problem in sampler.next(30))) for sampler in (one, one, other)}
     problems = [Problem(f"s{index}/{number}", "q", "a", source=f"s{index}") for index in range(2) for number in range(30)]
     data = DataConfig.model_validate({"train": [{"path": "s0"}, {"path": "s1"}], "heldout": None})
-    drawn = [problem.id for problem in make_sampler(problems, data, 0).next(60)]
+    drawn = [problem.id for problem in ProblemSampler.of(problems, data, 0).next(60)]
     epochs |= {numbers(*(name for name in drawn if name.startswith(source))) for source in ("s0", "s1")}
     assert len(epochs | {tuple(map(str, range(30)))}) == 6
 
@@ -253,7 +253,7 @@ def test_orders(tmp_path: Path) -> None:
 
     def ids(order: str, passes: int = 1) -> list[str]:
         config = DataConfig(order=order)
-        return [problem.id for problem in make_sampler(every, config, 0).next(9 * passes)]
+        return [problem.id for problem in ProblemSampler.of(every, config, 0).next(9 * passes)]
 
     given_order = [f"p{at}" for at in range(9)]
     assert ids("as_given", 2) == given_order * 2
@@ -270,6 +270,6 @@ def test_orders(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ids(name)
-    other = make_sampler(every, DataConfig(order="as_given"), 0)
+    other = ProblemSampler.of(every, DataConfig(order="as_given"), 0)
     with pytest.raises(ValueError, match="not those of the checkpoint"):  # another order is another run
-        other.restore(make_sampler(every, DataConfig(), 0).state())
+        other.restore(ProblemSampler.of(every, DataConfig(), 0).state())

@@ -25,7 +25,7 @@ from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, evaluate_all, load_sets, verifier_pools
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, evaluate_all, verifier_pools
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import last_word
@@ -227,18 +227,18 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
 def test_a_set_takes_a_function_that_the_run_was_given(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     reward = config.reward.model_copy(update={"verifier": "(python):score"})
-    sums, _ = load_sets(config.model_copy(update={"reward": reward}), TOKENIZER)
+    sums, _ = EvaluationSet.load_all(config.model_copy(update={"reward": reward}), TOKENIZER)
     assert sums.verifier == "(python):score"
 
 
 def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., RunConfig]) -> None:
-    sums, words = load_sets(make_config(), TOKENIZER)
+    sums, words = EvaluationSet.load_all(make_config(), TOKENIZER)
     assert (sums.temperature, sums.max_new_tokens, sums.samples, sums.ks, sums.greedy) == (0.3, 7, 2, (2,), True)
     assert (words.temperature, words.max_new_tokens, words.samples, words.ks, words.greedy) == (1.0, 512, 1, (1,), False)
     assert [(each.verifier, len(each.problems)) for each in (sums, words)] == [("last_word", 4), ("exact", 1)]
-    assert [each.name for each in load_sets(make_config(), TOKENIZER, ["words"])] == ["words"]
+    assert [each.name for each in EvaluationSet.load_all(make_config(), TOKENIZER, ["words"])] == ["words"]
     with pytest.raises(ValueError, match=r"there is no set 'other'; evaluate\.sets has sums, words"):
-        load_sets(make_config(), TOKENIZER, ["other"])
+        EvaluationSet.load_all(make_config(), TOKENIZER, ["other"])
 
 
 def test_how_answers_of_a_set_are_compared() -> None:
@@ -252,23 +252,23 @@ def test_how_answers_of_a_set_are_compared() -> None:
     common = {"path": "builtin:addition-heldout", "problems": 1}
     sets = {f"s{at}": {**common, "majority": item[0], "verifier": item[1]} for at, item in enumerate(cases)}
     config = RunConfig.model_validate({"evaluate": {"sets": sets}, "reward": {"run_code": True}})
-    assert [of.notion for of in load_sets(config, TOKENIZER)] == [notion for _, _, notion in cases]
+    assert [of.notion for of in EvaluationSet.load_all(config, TOKENIZER)] == [notion for _, _, notion in cases]
 
 
 def test_a_file_of_another_digest_is_refused(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     given = {"path": str(path), "sha256": sha256(path.read_bytes()).hexdigest()}
-    assert len(load_sets(make_config(sets={"sums": given}), TOKENIZER)[0].problems) == 4
+    assert len(EvaluationSet.load_all(make_config(sets={"sums": given}), TOKENIZER)[0].problems) == 4
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(ValueError, match=r"evaluate\.sets\.sums\.sha256 = .* it was changed"):
-        load_sets(make_config(sets={"sums": given}), TOKENIZER)
+        EvaluationSet.load_all(make_config(sets={"sums": given}), TOKENIZER)
     with pytest.raises(ValueError, match=r"evaluate\.sets\.sums: the data file none\.jsonl does not exist"):
-        load_sets(make_config(sets={"sums": {"path": "none.jsonl"}}), TOKENIZER)
+        EvaluationSet.load_all(make_config(sets={"sums": {"path": "none.jsonl"}}), TOKENIZER)
 
 
 def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
-    sets = load_sets(config, TOKENIZER)
+    sets = EvaluationSet.load_all(config, TOKENIZER)
     calls: list[dict[str, Any]] = []
 
     def generate(prompts: list[tuple[int, ...]], **asked: Any) -> list[list[Response]]:
@@ -298,7 +298,7 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
     wrong = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'bad.py'}:fails"}
     config = make_config(sets={"sums": wrong})
     with VerifierTask(config.reward, config.data) as task:
-        pools = verifier_pools(config, load_sets(config, TOKENIZER), task)
+        pools = verifier_pools(config, EvaluationSet.load_all(config, TOKENIZER), task)
         with pytest.raises(ValueError, match=r"evaluate\.sets\.sums: .*cannot score the first 4"), pools:
             pass
 
@@ -319,7 +319,7 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
         sets = {"sums": {**own, "verifier": None, "majority": "verifier"}, "own": {**own, "correct": of_own}}
         evaluate = {"correct": correct, "problems": 2, "samples": 2, "sets": sets}
         config = RunConfig.model_validate({"reward": reward, "evaluate": evaluate})
-        chosen = load_sets(config, TOKENIZER)
+        chosen = EvaluationSet.load_all(config, TOKENIZER)
         generate = Answers([["", problem.answer, "1"] for problem in PROBLEMS[:2]])
         with VerifierTask(config.reward, config.data) as task:
             task.rehearse(PROBLEMS)
