@@ -169,7 +169,7 @@ def test_more_than_two_billion_logits(tmp_path):
 
 
 def _shard(labels, rank, width, vocab, temperature, divergence):
-    """What `plan_scoring` makes of a call on one of several ranks."""
+    """What `Scoring.plan` makes of a call on one of several ranks."""
     columns = min(max(vocab - rank * width, 0), width)
     column = labels - rank * width
     inside = (column >= 0) & (column < columns)

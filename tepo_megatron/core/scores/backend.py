@@ -89,7 +89,7 @@ def _in_triton(device: torch.device) -> Backend:
 
 
 class _KeptTokens:
-    """Scores kept tokens: rows [R, 1 + K], label first, −inf for columns elsewhere. `plan_scoring` refuses a teacher."""
+    """Scores kept tokens: rows [R, 1 + K], label first, −inf for columns elsewhere. `Scoring.plan` refuses a teacher."""
 
     def mixture(self, *_: object) -> None:
         raise NotImplementedError

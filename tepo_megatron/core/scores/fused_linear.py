@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine, plan_scoring
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine
 from tepo_megatron.core.types import Checks, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def fused_linear_logprob_and_entropy(
             )
     gather_group = tp_group if sequence_parallel else None
     world = 1 if gather_group is None else dist.get_world_size(gather_group)
-    scoring = plan_scoring(
+    scoring = Scoring.plan(
         labels_T,
         tokens=hidden_TH.shape[0] * world,
         width=weight_VpH.shape[0],
@@ -344,7 +344,7 @@ def logprob_and_entropy(
             f"{logits_TVp.dtype} {tuple(logits_TVp.shape)}"
         )
     tokens, width = logits_TVp.shape
-    scoring = plan_scoring(
+    scoring = Scoring.plan(
         labels_T,
         tokens=tokens,
         width=width,

@@ -61,6 +61,79 @@ class Scoring:
     divergence: Divergence | None = None  # None: no teacher with logits
     top: _LocalTopK | None = None
 
+    @classmethod
+    def plan(
+        cls,
+        labels_T: Tensor,
+        *,
+        tokens: int,
+        width: int,
+        tp_group: ProcessGroup | None,
+        temperature: float,
+        vocab_size: int | None,
+        mask_T: Tensor | None,
+        entropy_slope: bool,
+        kept_TK: Tensor | None = None,
+        divergence: Divergence | None = None,
+        top: TeacherTopK | None = None,
+        scored: int | None = None,
+        checks: Checks | None = None,
+    ) -> Scoring:
+        """``width``: the shard's columns with padding. Raises ValueError."""
+        checks = Checks() if checks is None else checks
+        rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+        vocab_size = width * world if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= width * world:
+            raise ValueError(
+                f"vocab_size = {vocab_size}, but {world} shards of {width} columns hold {width * world}; give the tokenizer's "
+                "size without padding"
+            )
+        if not 0 < temperature < float("inf"):
+            raise ValueError(
+                f"temperature = {temperature:g} must be positive and finite; score at the temperature sampled with"
+            )
+        _check_shape("labels_T", labels_T, (tokens,), (torch.int64,))
+        if mask_T is not None:
+            _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
+        if kept_TK is not None and (divergence is not None or top is not None):
+            raise ValueError("kept_TK and a teacher exclude each other: divergences are of the whole vocabulary; leave out one")
+        if kept_TK is not None:
+            _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
+        if top is not None:
+            _check_shape("ids_TK", top.ids_TK, (tokens, top.ids_TK.shape[-1]), (torch.int32, torch.int64))
+            if not 0 < top.ids_TK.shape[-1] < vocab_size:
+                raise ValueError(
+                    f"a teacher's top {top.ids_TK.shape[-1]} of {vocab_size} tokens leave no other; give at least 1 and at "
+                    f"most {vocab_size - 1}, or the teacher's logits"
+                )
+            _check_shape("logprobs_TK", top.logprobs_TK, tuple(top.ids_TK.shape), (torch.float32, torch.float64))
+        rows_R = None
+        if mask_T is not None:
+            rows_R = (mask_T.nonzero() if scored is None else mask_T.nonzero_static(size=scored)).squeeze(1)
+        # Padding is at the end of the whole vocabulary: the last shards have it, and a small one may be padding alone.
+        columns = min(max(vocab_size - rank * width, 0), width)
+
+        def of_rows(values_T: Tensor) -> Tensor:
+            return values_T if rows_R is None else values_T[rows_R]
+
+        def local(ids: Tensor) -> LocalLabels:
+            column = ids - rank * width
+            inside = (column >= 0) & (column < columns) & (ids >= 0)
+            return LocalLabels(torch.where(inside, column, 0), inside)
+
+        labels_R = of_rows(labels_T)
+        kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
+        _check_ids(labels_R, kept_RK, rows_R, vocab_size, checks)
+        kept_tokens = None if kept_RK is None else local(kept_RK)
+        labels, local_top = local(labels_R), None
+        if top is not None:
+            ids_RK = of_rows(top.ids_TK).long()
+            _check_top(ids_RK, rows_R, vocab_size, checks)
+            local_top = _LocalTopK(local(ids_RK), of_rows(top.logprobs_TK).double(), top.divergence)
+        return cls(
+            tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence, local_top
+        )
+
     @property
     def statistics(self) -> int:
         count = (6 if self.entropy_slope else 4) + (0 if self.divergence is None else TEACHER_STATISTICS)
@@ -131,76 +204,6 @@ class Scoring:
         if compared is not None and divergence_R is not None:
             kind = compared.kind
             self.checks.refuse(~divergence_R.isfinite(), infinite, token_R)
-
-
-def plan_scoring(
-    labels_T: Tensor,
-    *,
-    tokens: int,
-    width: int,
-    tp_group: ProcessGroup | None,
-    temperature: float,
-    vocab_size: int | None,
-    mask_T: Tensor | None,
-    entropy_slope: bool,
-    kept_TK: Tensor | None = None,
-    divergence: Divergence | None = None,
-    top: TeacherTopK | None = None,
-    scored: int | None = None,
-    checks: Checks | None = None,
-) -> Scoring:
-    """``width``: the shard's columns with padding. Raises ValueError."""
-    checks = Checks() if checks is None else checks
-    rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
-    vocab_size = width * world if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= width * world:
-        raise ValueError(
-            f"vocab_size = {vocab_size}, but {world} shards of {width} columns hold {width * world}; give the tokenizer's size "
-            "without padding"
-        )
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature = {temperature:g} must be positive and finite; score at the temperature sampled with")
-    _check_shape("labels_T", labels_T, (tokens,), (torch.int64,))
-    if mask_T is not None:
-        _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
-    if kept_TK is not None and (divergence is not None or top is not None):
-        raise ValueError("kept_TK and a teacher exclude each other: divergences are of the whole vocabulary; leave out one")
-    if kept_TK is not None:
-        _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
-    if top is not None:
-        _check_shape("ids_TK", top.ids_TK, (tokens, top.ids_TK.shape[-1]), (torch.int32, torch.int64))
-        if not 0 < top.ids_TK.shape[-1] < vocab_size:
-            raise ValueError(
-                f"a teacher's top {top.ids_TK.shape[-1]} of {vocab_size} tokens leave no other; give at least 1 and at most "
-                f"{vocab_size - 1}, or the teacher's logits"
-            )
-        _check_shape("logprobs_TK", top.logprobs_TK, tuple(top.ids_TK.shape), (torch.float32, torch.float64))
-    rows_R = None
-    if mask_T is not None:
-        rows_R = (mask_T.nonzero() if scored is None else mask_T.nonzero_static(size=scored)).squeeze(1)
-    # Padding is at the end of the whole vocabulary: the last shards have it, and a small one may be padding alone.
-    columns = min(max(vocab_size - rank * width, 0), width)
-
-    def of_rows(values_T: Tensor) -> Tensor:
-        return values_T if rows_R is None else values_T[rows_R]
-
-    def local(ids: Tensor) -> LocalLabels:
-        column = ids - rank * width
-        inside = (column >= 0) & (column < columns) & (ids >= 0)
-        return LocalLabels(torch.where(inside, column, 0), inside)
-
-    labels_R = of_rows(labels_T)
-    kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
-    _check_ids(labels_R, kept_RK, rows_R, vocab_size, checks)
-    kept_tokens = None if kept_RK is None else local(kept_RK)
-    labels, local_top = local(labels_R), None
-    if top is not None:
-        ids_RK = of_rows(top.ids_TK).long()
-        _check_top(ids_RK, rows_R, vocab_size, checks)
-        local_top = _LocalTopK(local(ids_RK), of_rows(top.logprobs_TK).double(), top.divergence)
-    return Scoring(
-        tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence, local_top
-    )
 
 
 def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine, plan_scoring
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine
 from tepo_megatron.tools.bench.divergences import (
     DIVERGENCES,
     FUSED,
@@ -290,7 +290,7 @@ def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> 
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
     options: dict[str, Any] = {"temperature": 1.0, "vocab_size": None, "mask_T": None, "entropy_slope": entropy_slope}
-    scoring = plan_scoring(labels, tokens=tokens, width=width, tp_group=group, **options)
+    scoring = Scoring.plan(labels, tokens=tokens, width=width, tp_group=group, **options)
     stats = torch.empty(tokens, scoring.statistics, device=logits.device)
     backend.statistics(logits, scoring, stats)
     scores, _ = combine(scoring.gather(stats), scoring)

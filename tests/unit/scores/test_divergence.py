@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.shard import combine, plan_scoring
+from tepo_megatron.core.scores.shard import Scoring, combine
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH
 from tepo_megatron.core.types import Checks, Divergence, TeacherHead, TeacherLogits
 from tepo_megatron.errors import NotFiniteError
@@ -63,7 +63,7 @@ def test_a_column_without_weight_adds_nothing(backend: str, kind: str, temperatu
     held = options["teacher"]
     planned: dict[str, Any] = {"tokens": 1, "width": 1500, "tp_group": None, "vocab_size": None, "mask_T": None}
     planned |= {"temperature": temperature, "entropy_slope": False, "divergence": held.divergence}
-    scoring = plan_scoring(labels % 1500, **planned)
+    scoring = Scoring.plan(labels % 1500, **planned)
     shards_pRK = torch.empty(2, 1, scoring.statistics)
     for shard, teacher, stats_RK in zip(logits.split(1500, 1), held.logits_TVp.split(1500, 1), shards_pRK, strict=True):
         IN_TORCH.statistics(shard, scoring, stats_RK, teacher)
