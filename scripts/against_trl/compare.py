@@ -26,7 +26,7 @@ from sizes import SIZES, WARM_UP, Size  # type: ignore[import-not-found]  # besi
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tools.results import Report, Table, markdown, median_and_range
-from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -53,7 +53,7 @@ def write_larger_model(folder: Path) -> Path:
     (source / "config.json").write_text(json.dumps(raw))
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
-    for name, shape in tensor_shapes(model_spec(raw, "config")).items():
+    for name, shape in tensor_shapes(ModelSpec.of(raw, "config")).items():
         tensors[name] = torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
     # The first coordinate of every hidden state is large, and the head of the end token looks at it alone.
     tensors["model.embed_tokens.weight"][:, 0] = 1.0

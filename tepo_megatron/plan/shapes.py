@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
-from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, model_spec, read_model_spec
+from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages_of
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -87,7 +87,7 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
                 f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
                 f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
             )
-        spec = model_spec(KNOWN_MODELS[name], f"known model {name}")
+        spec = ModelSpec.of(KNOWN_MODELS[name], f"known model {name}")
         return spec, f"{field} = {source} is not on this machine; shapes are those published for {name}"
     return read_model_spec(folder), None
 

@@ -157,6 +157,52 @@ class ModelSpec:
     dense_layers: int = 0
     dense_ffn_size: int = 0
 
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], where: str) -> ModelSpec:
+        """``where`` names ``raw``, a parsed ``config.json``, in errors."""
+        named = raw.get("architectures") or ["<none>"]
+        architecture = str(named[0])[:60] if isinstance(named, list) else str(named)[:60]
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(FAMILIES)}")
+        raw = {**family.defaults, **raw}
+        try:
+            _refuse_unsupported(raw, family, where)
+            heads = _size(raw, "num_attention_heads", where)
+            rope = {**raw, **_rope_parameters(raw)}
+            rope_theta, rope_scaling = _rope(raw, where)
+            spec = cls(
+                architecture=architecture,
+                num_layers=_size(raw, "num_hidden_layers", where),
+                hidden_size=_size(raw, "hidden_size", where),
+                num_heads=heads,
+                num_kv_heads=_size({"num_key_value_heads": heads, **_without_nulls(raw)}, "num_key_value_heads", where),
+                head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_without_nulls(raw)}, "head_dim", where),
+                ffn_size=_size(raw, family.ffn_size, where),
+                vocab_size=_size(raw, "vocab_size", where),
+                tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                norm_eps=_number(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+                rope_theta=rope_theta,
+                rope_scaling=rope_scaling,
+                max_positions=_size({"max_position_embeddings": 2048, **raw}, "max_position_embeddings", where),
+                qkv_bias=_feature(raw, family.qkv_bias),
+                qk_norm=_feature(raw, family.qk_norm),
+                experts=_experts(raw, family, where) if family.experts else None,
+                rotary_fraction=_number(
+                    rope.get("partial_rotary_factor", family.rotary_fraction), "partial_rotary_factor", where
+                )
+                if family.rotary_fraction
+                else 1.0,
+                dense_layers=_size(raw, "first_k_dense_replace", where, smallest=0) if family.shared else 0,
+                dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
+            )
+        except KeyError as error:
+            raise ValueError(f"{where} lacks {error}; the model folder is damaged") from None
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{where} has a value of another kind ({error}); the model folder is damaged") from None
+        _check_sizes(spec, where)
+        return spec
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.dense_layers
 
@@ -267,7 +313,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
         raw: dict[str, Any] = parse_json(path.read_bytes(), path, dict)
     except FileNotFoundError:
         raise ValueError(f"model.path {folder} has no config.json; give a Hugging Face model folder") from None
-    return model_spec(raw, str(path))
+    return ModelSpec.of(raw, str(path))
 
 
 TOKENIZER_FILES = (
@@ -294,50 +340,6 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged, copy it again: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
-    """``where`` names ``raw``, a parsed ``config.json``, in errors."""
-    named = raw.get("architectures") or ["<none>"]
-    architecture = str(named[0])[:60] if isinstance(named, list) else str(named)[:60]
-    family = FAMILIES.get(architecture)
-    if family is None:
-        raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(FAMILIES)}")
-    raw = {**family.defaults, **raw}
-    try:
-        _refuse_unsupported(raw, family, where)
-        heads = _size(raw, "num_attention_heads", where)
-        rope = {**raw, **_rope_parameters(raw)}
-        rope_theta, rope_scaling = _rope(raw, where)
-        spec = ModelSpec(
-            architecture=architecture,
-            num_layers=_size(raw, "num_hidden_layers", where),
-            hidden_size=_size(raw, "hidden_size", where),
-            num_heads=heads,
-            num_kv_heads=_size({"num_key_value_heads": heads, **_without_nulls(raw)}, "num_key_value_heads", where),
-            head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_without_nulls(raw)}, "head_dim", where),
-            ffn_size=_size(raw, family.ffn_size, where),
-            vocab_size=_size(raw, "vocab_size", where),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            norm_eps=_number(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            max_positions=_size({"max_position_embeddings": 2048, **raw}, "max_position_embeddings", where),
-            qkv_bias=_feature(raw, family.qkv_bias),
-            qk_norm=_feature(raw, family.qk_norm),
-            experts=_experts(raw, family, where) if family.experts else None,
-            rotary_fraction=_number(rope.get("partial_rotary_factor", family.rotary_fraction), "partial_rotary_factor", where)
-            if family.rotary_fraction
-            else 1.0,
-            dense_layers=_size(raw, "first_k_dense_replace", where, smallest=0) if family.shared else 0,
-            dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
-        )
-    except KeyError as error:
-        raise ValueError(f"{where} lacks {error}; the model folder is damaged") from None
-    except (TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{where} has a value of another kind ({error}); the model folder is damaged") from None
-    _check_sizes(spec, where)
-    return spec
 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:

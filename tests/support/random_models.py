@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
-from tepo_megatron.weights.architecture import is_always_fp32, model_spec
+from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32
 from tepo_megatron.weights.table import tensor_shapes
 
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4)]
@@ -114,7 +114,7 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else scale * torch.randn(shape, generator=generator)
-        for name, shape in tensor_shapes(model_spec(config, "test")).items()
+        for name, shape in tensor_shapes(ModelSpec.of(config, "test")).items()
     }
     tensors["model.embed_tokens.weight"][0] = torch.eye(1, config["hidden_size"])[0] * spike
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

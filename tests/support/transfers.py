@@ -18,7 +18,7 @@ from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.move import move_ends, queues, wire_dtype
+from tepo_megatron.weights.transfer.move import MoveEnd, queues, wire_dtype
 from tepo_megatron.weights.transfer.sender import ReceiveOrder
 from tepo_megatron.weights.transfer.transport import TransferGroup
 from tests.support.programs import TIMEOUT_S
@@ -135,13 +135,13 @@ def carry_out(
     completed: list[list[str]] = [[] for _ in destinations]
 
     def give(rank: int) -> None:
-        outgoing = queues(move_ends(plan, rank), itemsize=wire.itemsize, limit=limit, alone=alone)
+        outgoing = queues(MoveEnd.of(plan, rank), itemsize=wire.itemsize, limit=limit, alone=alone)
         move.send(boxes[rank], outgoing, sources[rank], wire)
         boxes[rank].finish()
 
     def take(rank: int) -> None:
         worker = plan.num_sources + rank
-        order = ReceiveOrder(move_ends(plan, worker), str(wire).removeprefix("torch."), limit, alone=alone)
+        order = ReceiveOrder(MoveEnd.of(plan, worker), str(wire).removeprefix("torch."), limit, alone=alone)
         order = ReceiveOrder.decode(order.encode())
         move.receive(boxes[worker], order.incoming, destinations[rank], order.wire, completed[rank].append)
 

@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.tools.results import Report, Table, in_processes
-from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -53,7 +53,7 @@ def make_model(folder: Path, description: Mapping[str, Any], *, std: float = 0.0
     source = folder.with_name(folder.name + "-description")
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(description))
-    shapes = tensor_shapes(model_spec(description, "the benchmark's model"))
+    shapes = tensor_shapes(ModelSpec.of(description, "the benchmark's model"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
 

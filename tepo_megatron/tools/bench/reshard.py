@@ -16,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.tools.bench.recipes import llama
 from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
-from tepo_megatron.weights.architecture import ModelSpec, model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
@@ -45,7 +45,7 @@ class ReshardSetting:
     @property
     def spec(self) -> ModelSpec:
         more = {"head_dim": 64, "tie_word_embeddings": False, "max_position_embeddings": 2048}
-        return model_spec(llama(self.layers, 1024, 2816, 32000, 16, 8, **more), "the benchmark's model")
+        return ModelSpec.of(llama(self.layers, 1024, 2816, 32000, 16, 8, **more), "the benchmark's model")
 
     @property
     def splits(self) -> tuple[MegatronParallel, VllmParallel]:
@@ -104,7 +104,7 @@ class _Rank:
                 param.fill_(1.0)
         plan = self.plan
         limit, _ = move.message_limits(plan, TRANSPORT)
-        self._queues = move.queues(move.move_ends(plan, rank), itemsize=self._dtype.itemsize, limit=limit)
+        self._queues = move.queues(move.MoveEnd.of(plan, rank), itemsize=self._dtype.itemsize, limit=limit)
         world = list(range(plan.num_sources + plan.num_destinations))
         pairs = _group(world, rank)
         assert pairs is not None

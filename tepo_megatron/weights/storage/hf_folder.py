@@ -18,7 +18,7 @@ from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.storage.stored import StoredWeights, open_safetensors, tensor_batches
+from tepo_megatron.weights.storage.stored import open_safetensors, tensor_batches
 
 SHARD_BYTES = 4 * 2**30
 
@@ -44,20 +44,6 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva"),  # others, such as pissa, also change the base's weights
 }
 """With these values every layer has one plain A and B, beside the base's weights."""
-
-
-def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Reads only this rank's boxes; the vocabulary's padding becomes zero.
-
-    Raises ValueError, before any write, naming all missing, unexpected and misshapen tensors, or the damaged file.
-    """
-    weights = StoredWeights.open(folder)
-    weights.check(layout.shapes)
-    with torch.no_grad():
-        for param in {shard.param for shard in layout.shards}:
-            params[param].zero_()
-        for shard in layout.shards:
-            weights.read(shard.tensor, shard.box, params[shard.param][shard.param_box.slices])
 
 
 def write_model(

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.geometry import Box, ShardLayout
 from tepo_megatron.weights.storage.manifest import FileRecord, model_files
 
 T = TypeVar("T")
@@ -124,6 +124,20 @@ class StoredWeights:
             raise ValueError(
                 f"{self.folder} does not hold the model that {described_by} describes:\n  " + "\n  ".join(problems)
             )
+
+    @classmethod
+    def load(cls, folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
+        """Reads only this rank's boxes; the vocabulary's padding becomes zero.
+
+        Raises ValueError, before any write, naming all missing, unexpected and misshapen tensors, or the damaged file.
+        """
+        weights = cls.open(folder)
+        weights.check(layout.shapes)
+        with torch.no_grad():
+            for param in {shard.param for shard in layout.shards}:
+                params[param].zero_()
+            for shard in layout.shards:
+                weights.read(shard.tensor, shard.box, params[shard.param][shard.param_box.slices])
 
     def read(self, tensor: str, box: Box, into: Tensor | None = None) -> Tensor:
         """Raises ValueError if the box is incomplete or a file damaged."""

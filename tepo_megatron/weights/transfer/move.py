@@ -52,6 +52,18 @@ class MoveEnd:
     fp32: bool = False
     units: int = 1
 
+    @classmethod
+    def of(cls, plan: ReshardPlan, rank: int) -> list[MoveEnd]:
+        """``rank`` is the transfer group's, in which destinations follow sources."""
+        ends = []
+        for move in plan.moves:
+            name, destination, fp32 = move.destination_param, plan.num_sources + move.destination, is_always_fp32(move.tensor)
+            if rank == move.source:
+                ends.append(cls(destination, name, move.source_param, move.source_region, fp32))
+            elif rank == destination:
+                ends.append(cls(move.source, name, name, move.destination_region, fp32))
+        return ends
+
     def on_wire(self, itemsize: int) -> MoveEnd:
         if not self.fp32 or itemsize >= _FP32_BYTES:
             return self
@@ -91,18 +103,6 @@ def message_sizes(messages: Sequence[_WireMessage], itemsize: int) -> tuple[int,
     return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
 
 
-def move_ends(plan: ReshardPlan, rank: int) -> list[MoveEnd]:
-    """``rank`` is the transfer group's, in which destinations follow sources."""
-    ends = []
-    for move in plan.moves:
-        name, destination, fp32 = move.destination_param, plan.num_sources + move.destination, is_always_fp32(move.tensor)
-        if rank == move.source:
-            ends.append(MoveEnd(destination, name, move.source_param, move.source_region, fp32))
-        elif rank == destination:
-            ends.append(MoveEnd(move.source, name, name, move.destination_region, fp32))
-    return ends
-
-
 def message_limits(plan: ReshardPlan, transport: TransportSpec) -> tuple[int, int]:
     """Returns ``limit`` and ``alone`` for ``queues``."""
     pairs = {(move.source, move.destination) for move in plan.moves}
@@ -115,7 +115,7 @@ def message_limits(plan: ReshardPlan, transport: TransportSpec) -> tuple[int, in
 def count_messages(plan: ReshardPlan, rank: int, itemsize: int, transport: TransportSpec) -> tuple[int, int]:
     """Returns the messages of a rank's update, without digests, and the rounds that they take."""
     limit, alone = message_limits(plan, transport)
-    lengths = [len(queue) for queue in queues(move_ends(plan, rank), itemsize=itemsize, limit=limit, alone=alone).values()]
+    lengths = [len(queue) for queue in queues(MoveEnd.of(plan, rank), itemsize=itemsize, limit=limit, alone=alone).values()]
     return sum(lengths), max(lengths, default=0)
 
 

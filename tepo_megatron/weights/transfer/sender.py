@@ -18,7 +18,6 @@ from tepo_megatron.weights.transfer.move import (
     Queues,
     message_limits,
     message_sizes,
-    move_ends,
     queues,
     send,
     wire_dtype,
@@ -64,7 +63,7 @@ class ShardSender:
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
         self._limit, self._alone = message_limits(plan, find_transport(transport))
         sizes = {"itemsize": self._wire.itemsize, "limit": self._limit, "alone": self._alone}
-        self._outgoing = queues(move_ends(plan, rank), **sizes)
+        self._outgoing = queues(MoveEnd.of(plan, rank), **sizes)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
         # Without NCCL the trainer's ranks cannot send from GPU to GPU: messages to another GPU then take gloo.
         passes_on = transport == "ipc" and is_nccl_available()
@@ -82,7 +81,7 @@ class ShardSender:
         for destination in range(self._plan.num_destinations):
             worker = self.num_sources + destination
             order = ReceiveOrder(
-                move_ends(self._plan, worker),
+                MoveEnd.of(self._plan, worker),
                 str(self._wire).removeprefix("torch."),
                 self._limit,
                 self._transport,

@@ -28,7 +28,7 @@ from tepo_megatron.sampler.vllm.plugin.engine import ShardLoader
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
-from tepo_megatron.weights.transfer.move import Queues, move_ends, queues
+from tepo_megatron.weights.transfer.move import MoveEnd, Queues, queues
 
 WORKERS = 2
 QUANTISATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
@@ -69,7 +69,7 @@ def unprocessed(folder: Path) -> dict[str, Tensor]:
 
 def incoming(folder: Path, rank: int) -> Queues:
     plan = reshard_plan(read_model_spec(folder), MegatronParallel(tp=1), VllmParallel(tp=WORKERS))
-    return queues(move_ends(plan, plan.num_sources + rank), itemsize=2, limit=2**20)
+    return queues(MoveEnd.of(plan, plan.num_sources + rank), itemsize=2, limit=2**20)
 
 
 @torch.no_grad()

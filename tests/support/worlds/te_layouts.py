@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import EngineConfig, RunConfig
-from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel
 
 RECIPES = ("none", "delayed", "tensorwise", "blockwise")
@@ -55,7 +55,7 @@ def main() -> None:
         pretend_a_hopper()
     found = {}
     for name, raw in json.loads(Path(sys.argv[1]).read_text()).items():
-        spec = model_spec(raw, name)
+        spec = ModelSpec.of(raw, name)
         table = MegatronParallel(fused_norms=True).layouts(spec)[0].params
         for recipe in RECIPES:
             run = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": {"fp8": {"recipe": recipe}}})

@@ -28,7 +28,7 @@ from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasur
 from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepSetting, source_of
 from tepo_megatron.tools.bench.step_rank import make_rollouts
 from tepo_megatron.trainer.packing import pack
-from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.cli import invoke
 from tests.support.launch import run_dist
@@ -99,7 +99,7 @@ def test_a_recipe_repeated_gives_the_same_policy() -> None:
 
 @pytest.mark.parametrize(("size", "parameters"), [("1b", 1_235_814_400), ("8b", 8_030_261_248)])
 def test_the_models_are_as_large_as_published(size: str, parameters: int) -> None:
-    assert sum(math.prod(shape) for shape in tensor_shapes(model_spec(SIZES[size], size)).values()) == parameters
+    assert sum(math.prod(shape) for shape in tensor_shapes(ModelSpec.of(SIZES[size], size)).values()) == parameters
 
 
 # -- rollouts

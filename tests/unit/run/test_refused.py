@@ -24,7 +24,7 @@ from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.rollout_file import record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.checkpoints import make_whole
 from tests.support.random_models import write_llama
 
@@ -168,7 +168,7 @@ def read(config: RunConfig) -> int:
 
 def test_a_record_without_fitting_routes_is_named_with_its_line(replaying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
-    spec = model_spec({**mixtral, "intermediate_size": 8, "vocab_size": 61, "num_local_experts": 4}, "test")
+    spec = ModelSpec.of({**mixtral, "intermediate_size": 8, "vocab_size": 61, "num_local_experts": 4}, "test")
     monkeypatch.setattr("tepo_megatron.run.sampling.inputs.read_model_spec", lambda folder: spec)
     fitting = [replace(each, routed_experts=np.zeros((3, 3, 2), np.uint8)) for each in rollouts(0)]
     other = replace(fitting[1], routed_experts=np.zeros((3, 5, 2), np.uint8))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.sampling import Sample, append_observation, join_parts
 from tepo_megatron.sampler.vllm.wire import BadAnswer, head_frame, read_responses, response_frame
-from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.faulty_server import answer, response
 
-SPEC = model_spec(
+SPEC = ModelSpec.of(
     {
         "architectures": ["MixtralForCausalLM"],
         "num_hidden_layers": 2,

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tepo_megatron.weights.architecture import FAMILIES, Experts, RopeScaling, model_spec, read_model_spec
+from tepo_megatron.weights.architecture import FAMILIES, Experts, ModelSpec, RopeScaling, read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, small_spec
 
@@ -59,7 +59,7 @@ def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str)
     raw = {name: SIZES[name] for name in needed} | {"num_attention_heads": 32, "hidden_size": 128}
     if architecture == "MistralForCausalLM":
         raw["sliding_window"] = None
-    spec, config = model_spec({**raw, "architectures": [architecture]}, "config"), config_of(architecture, **raw)
+    spec, config = ModelSpec.of({**raw, "architectures": [architecture]}, "config"), config_of(architecture, **raw)
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.norm_eps == config.rms_norm_eps
@@ -119,7 +119,7 @@ def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str)
 def test_what_would_be_computed_wrongly_is_refused(architecture: str, change: dict[str, Any], message: str) -> None:
     raw = {**SIZES, "architectures": [architecture], **change}
     with pytest.raises(ValueError, match=message):
-        model_spec({name: value for name, value in raw.items() if value is not None}, "config.json")
+        ModelSpec.of({name: value for name, value in raw.items() if value is not None}, "config.json")
 
 
 def test_both_styles_of_rope_are_read() -> None:
@@ -129,7 +129,7 @@ def test_both_styles_of_rope_are_read() -> None:
     old = raw | {"rope_theta": 300.0, "rope_scaling": {"rope_type": "llama3", **scaling}}
     both = old | {"rope_parameters": {"rope_type": "default"}}
     outside = raw | {"rope_theta": 400.0, "rope_parameters": {"rope_type": "default"}}
-    specs = [model_spec(config, "config.json") for config in (new, old, both, outside)]
+    specs = [ModelSpec.of(config, "config.json") for config in (new, old, both, outside)]
     expected = [(500.0, None), (300.0, RopeScaling(8.0)), (300.0, RopeScaling(8.0)), (400.0, None)]
     assert [(spec.rope_theta, spec.rope_scaling) for spec in specs] == expected
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.convert import check_imported, export_model, import_model
-from tepo_megatron.weights.storage.hf_folder import load_into, write_model
+from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.processes import files_of_at_most
@@ -365,7 +365,7 @@ def test_a_whole_model_is_loaded_and_of_another_every_wrong_tensor_is_named_at_o
     tensors = all_tensors(model)
     layout = MegatronParallel().layout(read_model_spec(model), 0)
     params = {name: torch.full(shape, 7.0) for name, shape in layout.params.items()}
-    load_into(model, layout, params)
+    StoredWeights.load(model, layout, params)
     for shard in layout.shards:
         assert torch.equal(params[shard.param][shard.param_box.slices], tensors[shard.tensor][shard.box.slices])
     loaded = {name: param.clone() for name, param in params.items()}
@@ -373,7 +373,7 @@ def test_a_whole_model_is_loaded_and_of_another_every_wrong_tensor_is_named_at_o
     changed = {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 12), "model.layers.9.extra.weight": torch.zeros(2)}
     save_file(tensors | changed, model / "model.safetensors")
     with pytest.raises(ValueError, match="does not hold the model") as caught:
-        load_into(model, layout, params)
+        StoredWeights.load(model, layout, params)
     assert "missing: model.norm.weight" in str(caught.value)
     assert "unexpected: model.layers.9.extra.weight" in str(caught.value)
     assert "misshapen: model.layers.1.mlp.up_proj.weight is (3, 12), config.json makes it (8, 12)" in str(caught.value)

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.transfer import move, transport
-from tepo_megatron.weights.transfer.move import message_sizes, move_ends, queues
+from tepo_megatron.weights.transfer.move import MoveEnd, message_sizes, queues
 from tepo_megatron.weights.transfer.sender import ReceiveOrder
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec
 from tepo_megatron.weights.transfer.transports import ipc, nccl
@@ -82,13 +82,13 @@ def enter(box: Any, store: Any, member: Member, memory: Memory) -> TransferGroup
 def member_of(plan: ReshardPlan, rank: int, *, limit: int, alone: int = move.SINGLE_SEGMENT_BYTES, relayed: bool) -> Member:
     """As sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
     if rank < plan.num_sources:
-        outgoing = queues(move_ends(plan, rank), itemsize=8, limit=limit, alone=alone)
+        outgoing = queues(MoveEnd.of(plan, rank), itemsize=8, limit=limit, alone=alone)
         near = {plan.num_sources + to for to, source in plan.local.items() if source == rank}
         receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near & outgoing.keys()}
         routes = source_routes(plan, rank, itemsize=8, limit=limit, alone=alone) if relayed else RelayRoutes()
         return Member(rank, plan.world_size, CPU, HOST, same_gpu_receivers=receivers, routes=routes)
     local = plan.local.get(rank - plan.num_sources)
-    order = ReceiveOrder(move_ends(plan, rank), "float64", limit, alone=alone, near=local, relayed=relayed)
+    order = ReceiveOrder(MoveEnd.of(plan, rank), "float64", limit, alone=alone, near=local, relayed=relayed)
     return Member(rank, plan.world_size, CPU, HOST, writers=ReceiveOrder.decode(order.encode()).writers)
 
 
@@ -144,7 +144,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
         assert_all_arrives(CROSSED, limit=limit, boxes=lambda _: groups)
 
         def take_part(rank: int) -> None:
-            messages = queues(move_ends(plan, rank), itemsize=8, limit=limit)
+            messages = queues(MoveEnd.of(plan, rank), itemsize=8, limit=limit)
             if rank == 2:
                 move.receive(groups[2], messages, blank(expected[0]), torch.float64)
             else:

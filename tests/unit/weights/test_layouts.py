@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.plan.shapes import KNOWN_MODELS
-from tepo_megatron.weights.architecture import model_spec, read_model_spec
+from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
@@ -287,7 +287,7 @@ def as_matrix(shape: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: Path, name: str) -> None:
     config, source, destination, billions = LARGE[name]
-    spec = model_spec(config, "config")
+    spec = ModelSpec.of(config, "config")
     assert sum(map(math.prod, tensor_shapes(spec).values())) / 1e9 == pytest.approx(billions, abs=1e-3)
     plan = reshard_plan(spec, source, destination)
     written: Counter[tuple[int, str]] = Counter()

@@ -27,7 +27,6 @@ from tepo_megatron.weights.transfer.move import (
     changed_since,
     count_messages,
     message_limits,
-    move_ends,
     numel_of,
     queues,
     wire_dtype,
@@ -77,7 +76,7 @@ def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, k
     with mock.patch.object(move, "digest", wraps=digest) as counted:
         carry_out(plan, sources, found, limit=limit)
     sent = [
-        queue for rank in range(plan.world_size) for queue in queues(move_ends(plan, rank), itemsize=2, limit=limit).values()
+        queue for rank in range(plan.world_size) for queue in queues(MoveEnd.of(plan, rank), itemsize=2, limit=limit).values()
     ]
     assert counted.call_count <= sum(len({segment.end.name for segment in message}) for queue in sent for message in queue)
     for rank, got in enumerate(found):
@@ -179,7 +178,7 @@ def test_a_worker_of_a_70b_model_gets_few_messages_on_gpus_and_all_fit_the_stagi
         transport = find_transport(name)
         limit, alone = message_limits(plan, transport)
         for rank in (0, plan.num_sources, plan.world_size - 1):
-            found = queues(move_ends(plan, rank), itemsize=2, limit=limit, alone=alone).values()
+            found = queues(MoveEnd.of(plan, rank), itemsize=2, limit=limit, alone=alone).values()
             assert count_messages(plan, rank, 2, transport) == (sum(map(len, found)), max(map(len, found)))
             assert count_messages(plan, rank, 2, transport) <= (messages, rounds)
             assert max(map(len, found)) <= rounds

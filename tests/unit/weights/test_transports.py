@@ -24,7 +24,7 @@ from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import sender, transport, transports
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportName, TransportSpec, connect, listen
-from tepo_megatron.weights.transfer.transports import Introduction, check_members, find_transport, gloo, join, transport_names
+from tepo_megatron.weights.transfer.transports import Introduction, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tests.support.programs import TIMEOUT_S
 
@@ -47,7 +47,7 @@ def roll(*members: Introduction, nccl: bool = True, may_share: bool = False) -> 
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     for rank, member in enumerate(members):
         member.announce(store, rank)
-    return check_members(store, len(members), nccl=nccl, may_share=may_share)
+    return Introduction.check_all(store, len(members), nccl=nccl, may_share=may_share)
 
 
 @pytest.mark.parametrize("planted", PLANTED)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.config import Fp8Config, ParallelConfig
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.storage.hf_folder import load_into
+from tepo_megatron.weights.storage.stored import StoredWeights
 
 _Capability = tuple[int, int]  # (major, minor)
 
@@ -187,7 +187,7 @@ def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]
     """Returns FP8 parameters' values before rounding, on the CPU, for fp32 masters."""
     # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
-    load_into(folder, layout, {**params, **unrounded})
+    StoredWeights.load(folder, layout, {**params, **unrounded})
     with torch.no_grad():
         for name, values in unrounded.items():
             params[name].copy_(values)

@@ -58,43 +58,43 @@ class Introduction:
         """Call it before the member counts as present."""
         store.set(f"introduction/{rank}", json.dumps(asdict(self)))
 
+    @classmethod
+    def check_all(cls, store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
+        """Raises the same RuntimeError on all members, before NCCL fails in one and hangs others.
+
+        ``may_share``: returns two members that share a GPU, or "".
+        """
+        present = [cls(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
+        for member in present:
+            other = next((other for other in present if other.host != member.host), None)
+            if other is not None and is_loopback(member.address):
+                raise RuntimeError(
+                    f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on "
+                    "another machine; set rollout.server.interface to an address by which the machines reach each other"
+                )
+        if not nccl:
+            return ""
+        pairs = [(one, other) for one, other in combinations(present, 2) if (one.host, one.gpu) == (other.host, other.gpu)]
+        shared = "".join(f"{one.place} and {other.place} are on the same GPU, {one.gpu}" for one, other in pairs[:1])
+        if shared and may_share:
+            return shared
+        for other in present:
+            first = present[0]
+            if other.nccl != first.nccl:
+                raise RuntimeError(
+                    f"{first.place} has NCCL {first.nccl}, {other.place} has NCCL {other.nccl}: NCCL joins equal versions "
+                    "only; run trainer and servers from images of one docker/pins.txt, or set rollout.server.transport = gloo"
+                )
+        if shared:
+            raise RuntimeError(
+                f"{shared}, and NCCL takes each GPU once; set rollout.server.placement = colocated, or "
+                "rollout.server.transport = auto or gloo"
+            )
+        return ""
+
     @property
     def place(self) -> str:
         return f"{self.name} ({self.address})"
-
-
-def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
-    """Raises the same RuntimeError on all members, before NCCL fails in one and hangs others.
-
-    ``may_share``: returns two members that share a GPU, or "".
-    """
-    present = [Introduction(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
-    for member in present:
-        other = next((other for other in present if other.host != member.host), None)
-        if other is not None and is_loopback(member.address):
-            raise RuntimeError(
-                f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on another "
-                "machine; set rollout.server.interface to an address by which the machines reach each other"
-            )
-    if not nccl:
-        return ""
-    pairs = [(one, other) for one, other in combinations(present, 2) if (one.host, one.gpu) == (other.host, other.gpu)]
-    shared = "".join(f"{one.place} and {other.place} are on the same GPU, {one.gpu}" for one, other in pairs[:1])
-    if shared and may_share:
-        return shared
-    for other in present:
-        first = present[0]
-        if other.nccl != first.nccl:
-            raise RuntimeError(
-                f"{first.place} has NCCL {first.nccl}, {other.place} has NCCL {other.nccl}: NCCL joins equal versions "
-                "only; run trainer and servers from images of one docker/pins.txt, or set rollout.server.transport = gloo"
-            )
-    if shared:
-        raise RuntimeError(
-            f"{shared}, and NCCL takes each GPU once; set rollout.server.placement = colocated, or rollout.server.transport = "
-            "auto or gloo"
-        )
-    return ""
 
 
 def join(name: TransportName, store: Store, member: Member, timeout_s: float, *, or_gloo: bool = False) -> TransferGroup:
@@ -111,7 +111,7 @@ def join(name: TransportName, store: Store, member: Member, timeout_s: float, *,
     Introduction.of(member).announce(store, member.rank)
     # Every member reports a fault of the group, also one that arrives after another has reported it and left.
     with Rendezvous(store, member.world_size, timeout_s, stage="introduced", parts=True).forming_group():
-        shared = check_members(store, member.world_size, nccl=name == "nccl", may_share=or_gloo)
+        shared = Introduction.check_all(store, member.world_size, nccl=name == "nccl", may_share=or_gloo)
     if shared:
         warn(f"{shared}: the weights take gloo, through the memory of the hosts", stacklevel=2)
         transport = find_transport("gloo")

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.geometry import ReshardPlan
-from tepo_megatron.weights.transfer.move import WINDOW, message_sizes, move_ends, queues
+from tepo_megatron.weights.transfer.move import WINDOW, MoveEnd, message_sizes, queues
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec, announce_departure
 from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
@@ -210,7 +210,7 @@ class _CudaHandles:
 def source_routes(plan: ReshardPlan, rank: int, **sizes: int) -> RelayRoutes:
     """``sizes``: see ``queues``."""
     near = {plan.num_sources + to: source for to, source in plan.local.items()}
-    outgoing = [queues(move_ends(plan, source), **sizes) for source in range(plan.num_sources)]
+    outgoing = [queues(MoveEnd.of(plan, source), **sizes) for source in range(plan.num_sources)]
     relayed = {
         (source, to): message_sizes(queue, sizes["itemsize"])
         for source, by_peer in enumerate(outgoing)
