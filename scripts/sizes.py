@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_884,
-    "tests, lines": 44_672,
+    "package, lines": 52_886,
+    "tests, lines": 44_661,
     "docs and docstrings, words": 109_948,
-    "public classes and functions": 782,
+    "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

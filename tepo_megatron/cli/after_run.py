@@ -165,7 +165,7 @@ def _report(
     [dim]tepo report out/evidence-tiny --metrics 'accuracy/*' --metrics reward/mean --samples 300   # a sweep[/]
     """
     from tepo_megatron.tools.report import write_report
-    from tepo_megatron.tools.report.runs import runs_in
+    from tepo_megatron.tools.report.runs import Run
 
     single = len(outputs) == 1 and outputs[0].name != "metrics.jsonl"
     target = output or (outputs[0] if single else Path()) / "report.html"
@@ -173,7 +173,7 @@ def _report(
     notice = ""
     going: bool | None = None
     with user_errors():
-        while watch and (missing := [path for path in outputs if not runs_in(path)]):
+        while watch and (missing := [path for path in outputs if not Run.folders_in(path)]):
             if notice != (notice := f"waits for a run in {', '.join(map(str, missing))}"):
                 echo(notice, err=True)
             time.sleep(watch)

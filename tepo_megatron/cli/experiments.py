@@ -36,13 +36,13 @@ def _sweep(
     """
     outlive_readers()
     with user_errors():
-        from tepo_megatron.tools.sweep import Sweep, SweepResults, check_runs, read_sweep, runs_of, shard
+        from tepo_megatron.tools.sweep import Sweep, SweepResults, read_sweep, runs_of, shard
 
         grid = read_sweep(file)
         runs = runs_of(grid, output)
         mine = shard(runs, part)
         if dry_run:
-            check_runs(grid, mine)
+            grid.check(mine)
             shared = () if as_json else grid.overrides
             rows = [[run.name, "done" if run.is_done else "to do", " ".join(run.overrides[len(shared) :])] for run in mine]
             show_table(["run", "state", "settings"], rows, as_json=as_json)

@@ -91,6 +91,23 @@ class SweepFile(Section):
         if len(set(self.seeds)) < len(self.seeds):
             yield f"seeds: {list(self.seeds)} has one of them twice"
 
+    def check(self, runs: Sequence[SweepRun]) -> None:
+        """Raises ValueError for wrong settings or a folder with other ones."""
+        for run in runs:
+            try:
+                expected = _compared(load_run(self.run, run.overrides))
+            except ConfigError as error:
+                raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
+            if (resolved := run.folder / "resolved.yaml").is_file():
+                there = _compared(load_run(resolved))
+                if expected["model.dtype"] == '"auto"':
+                    expected["model.dtype"] = there["model.dtype"]
+                if other := sorted(path for path in expected.keys() | there.keys() if expected.get(path) != there.get(path)):
+                    fields = ", ".join(other[:5])
+                    raise ValueError(
+                        f"{run.folder} holds a run of other settings ({fields}); give another --output, or remove it"
+                    )
+
     def figures_of(self, rows: Sequence[_Row]) -> dict[str, float | None]:
         result: dict[str, float | None] = {}
         for name in self.figures:
@@ -268,23 +285,6 @@ class _RunEnd:
     seconds: float = 0.0
 
 
-def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
-    """Raises ValueError for wrong settings or a folder with other ones."""
-    for run in runs:
-        try:
-            expected = _compared(load_run(sweep.run, run.overrides))
-        except ConfigError as error:
-            raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
-        if (resolved := run.folder / "resolved.yaml").is_file():
-            there = _compared(load_run(resolved))
-            if expected["model.dtype"] == '"auto"':
-                expected["model.dtype"] = there["model.dtype"]
-            if other := sorted(path for path in expected.keys() | there.keys() if expected.get(path) != there.get(path)):
-                raise ValueError(
-                    f"{run.folder} holds a run of other settings ({', '.join(other[:5])}); give another --output, or remove it"
-                )
-
-
 def _compared(config: RunConfig) -> dict[str, str]:
     left_out: dict[str, Any] = {"output": True, "train": {"resume", "resume_from"}, "log": True}
     return settings_of(absolute(config).model_dump(mode="json", exclude=left_out))
@@ -310,7 +310,7 @@ class Sweep:
     """Runs have their shares of cores: servers of two would otherwise bind the same ones."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Callable[[str], None], jobs: int = 1) -> None:
-        check_runs(sweep, runs)
+        sweep.check(runs)
         self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
         self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         self._lock = threading.Lock()

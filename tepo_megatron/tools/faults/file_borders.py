@@ -6,7 +6,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
@@ -42,7 +43,6 @@ from tepo_megatron.tools.faults.hostile import (
     Hostile,
     border,
     chat_tokenizer,
-    named,
     needs_unicode,
     refusable,
     write_tokenizer,
@@ -98,9 +98,20 @@ def _tiny() -> Tokenizer:
     return load_tokenizer(resolve_model_path(_TINY))
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A refusal has to say which file it is of."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) not in str(error):
+            raise AssertionError(f"no {path.name} in: {error}") from error
+        raise
+
+
 def _read_data(path: Path, random: Hostile) -> None:
     template = random.choice((None, None, "{prompt} {answer}", "{more}"))
-    with named(path):
+    with _named(path):
         problems = load_problems(SourceConfig(path=str(path), template=template))
     for problem in problems:
         needs_unicode([problem.id, problem.prompt, problem.answer, problem.messages, problem.metadata])
@@ -160,7 +171,7 @@ def _recorded(folder: Path, random: Hostile) -> None:
     path = folder / "a.jsonl"
     one = {"prompt": "1+1=", "answer": "2", "response": "2", "responses": ["2"], "finish_reason": "stop"}
     path.write_bytes(random.lines([_SAMPLES, one]))
-    with named(path):
+    with _named(path):
         groups = read_recorded(path)
     for problem, responses in groups:
         needs_unicode([problem.id, dict(problem.metadata), responses, [item.to_json() for item in responses]])

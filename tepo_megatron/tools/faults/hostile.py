@@ -192,17 +192,6 @@ def needs_unicode(value: Any) -> None:
     json.dumps(value, ensure_ascii=False).encode()
 
 
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """A refusal has to say which file it is of."""
-    try:
-        yield
-    except ValueError as error:
-        if str(path) not in str(error):
-            raise AssertionError(f"no {path.name} in: {error}") from error
-        raise
-
-
 def is_shown(text: str, encoding: str = "utf-8") -> bool:
     """Whether a terminal of ``encoding`` prints the text and does nothing else."""
     return all(item.isprintable() or item in "\n\t" for item in text) and text.encode(encoding).decode(encoding) == text

@@ -24,8 +24,8 @@ from typing import Any
 
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.estimators import T_975
-from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, run_groups
-from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, pack, read_samples
+from tepo_megatron.tools.report.runs import Run, changes, compared, run_groups
+from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, pack
 
 SCRIPTS = (
     *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
@@ -36,7 +36,7 @@ _TOKENS_A_MEGABYTE, _CHARACTERS_A_MEGABYTE = 60_000, 400_000  # room for samples
 
 
 @dataclass(frozen=True)
-class Written:
+class _Written:
     path: Path
     bytes: int
     runs: int
@@ -53,11 +53,11 @@ def write_report(
     most_samples: int = 3000,
     megabytes: float = 5.0,
     refresh: int = 0,
-) -> Written:
+) -> _Written:
     """``metrics``: patterns, empty for all. ``refresh``: seconds, 0: never. Raises ValueError if a path holds no run or a
     damaged file, or no metric matches.
     """
-    runs = [Run.read(name, folder) for name, folder in find_runs(paths).items()]
+    runs = [Run.read(name, folder) for name, folder in Run.find(paths).items()]
     goes_on = any(run.goes_on for run in runs)
     figures = _runs_data(runs, title, metrics, refresh if goes_on else 0)
     samples = _samples_data(runs, most_samples, megabytes)
@@ -65,7 +65,7 @@ def write_report(
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, text)
     count = sum(len(group["responses"]) for group in samples["groups"])
-    return Written(output, len(text.encode()), len(runs), count, goes_on)
+    return _Written(output, len(text.encode()), len(runs), count, goes_on)
 
 
 def _render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
@@ -152,7 +152,7 @@ def _samples_data(runs: Sequence[Run], most: int, megabytes: float) -> dict[str,
     recorded: dict[str, int] = {}
     for kind in ("tokens", *FILES):
         room = int(megabytes * (_TOKENS_A_MEGABYTE if kind == "tokens" else _CHARACTERS_A_MEGABYTE))
-        groups = [group for index, run in enumerate(runs) for group in read_samples(index, run.folder, kind)]
+        groups = [group for index, run in enumerate(runs) for group in SampleGroup.read(index, run.folder, kind)]
         recorded[kind] = sum(len(group.responses) for group in groups)
         chosen += evenly(groups, most, room)
     with_tokens = (group for group in chosen if group.kind == "tokens")  # run by run

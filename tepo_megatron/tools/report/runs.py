@@ -116,6 +116,32 @@ class Run:
             hangs=hangs,
         )
 
+    @classmethod
+    def find(cls, paths: Sequence[Path]) -> dict[str, Path]:
+        """Raises ValueError for a path without runs."""
+        result: list[Path] = []
+        for path in paths:
+            inside = cls.folders_in(path)
+            if not inside:
+                raise ValueError(
+                    f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output"
+                    " folder of tepo train or of tepo sweep"
+                )
+            result += [item for item in inside if item.resolve() not in {one.resolve() for one in result}]
+        return dict(zip(_names(result), result, strict=True))
+
+    @staticmethod
+    def folders_in(path: Path) -> list[Path]:
+        """Reads the folder, else its children, else its grandchildren."""
+        folder = path.parent if path.name == "metrics.jsonl" else path
+        for depth in ("", "*/", "*/*/"):
+            files = [
+                item for name in ("metrics.jsonl", "resolved.yaml") for item in folder.glob(depth + name) if item.is_file()
+            ]
+            if files:
+                return sorted({item.parent for item in files}, key=_natural)
+        return []
+
     @property
     def faults(self) -> list[str]:
         return fault_lines(self.rows)
@@ -124,30 +150,6 @@ class Run:
     def events(self) -> list[tuple[int, str, float]]:
         """(step, what happened, count or seconds)."""
         return [(row["step"], text, row[key]) for row in self.rows for key, text in _EVENTS.items() if row.get(key)]
-
-
-def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
-    """Raises ValueError for a path without runs."""
-    result: list[Path] = []
-    for path in paths:
-        inside = runs_in(path)
-        if not inside:
-            raise ValueError(
-                f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output"
-                " folder of tepo train or of tepo sweep"
-            )
-        result += [item for item in inside if item.resolve() not in {one.resolve() for one in result}]
-    return dict(zip(_names(result), result, strict=True))
-
-
-def runs_in(path: Path) -> list[Path]:
-    """Reads the folder, else its children, else its grandchildren."""
-    folder = path.parent if path.name == "metrics.jsonl" else path
-    for depth in ("", "*/", "*/*/"):
-        files = [item for name in ("metrics.jsonl", "resolved.yaml") for item in folder.glob(depth + name) if item.is_file()]
-        if files:
-            return sorted({item.parent for item in files}, key=_natural)
-    return []
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -29,6 +29,22 @@ class SampleGroup:
     source: str = ""
     origin: Any = field(default=None, repr=False)  # of tokens: the samples, and their numbers
 
+    @staticmethod
+    def read(run: int, folder: Path, kind: str) -> list[SampleGroup]:
+        """Skips a half-written last line. Raises ValueError for damaged files."""
+        if kind == "tokens":
+            return _token_groups(run, folder)
+        path = folder / FILES[kind]
+        rows: list[Row] = list(parse_samples(path, read_lines(path)[0])) if path.is_file() else []
+        try:
+            if kind == "heldout":
+                return [_group(run, kind, row, _evaluated(row)) for row in rows]
+            groups = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
+            together = [list(members) for _, members in groups]
+            return [_group(run, kind, members[0], [_response(row) for row in members]) for members in together]
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{path} has a line that is not a sample: {error}; remove it") from error
+
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
     """First groups of all steps come before second ones, spread evenly. Keeps the order."""
@@ -61,22 +77,6 @@ def _spread(places: Sequence[int]) -> list[int]:
 
 Row = Mapping[str, Any]
 FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
-
-
-def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
-    """Skips a half-written last line. Raises ValueError for damaged files."""
-    if kind == "tokens":
-        return _token_groups(run, folder)
-    path = folder / FILES[kind]
-    rows: list[Row] = list(parse_samples(path, read_lines(path)[0])) if path.is_file() else []
-    try:
-        if kind == "heldout":
-            return [_group(run, kind, row, _evaluated(row)) for row in rows]
-        groups = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
-        together = [list(members) for _, members in groups]
-        return [_group(run, kind, members[0], [_response(row) for row in members]) for members in together]
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} has a line that is not a sample: {error}; remove it") from error
 
 
 def _evaluated(row: Row) -> list[dict[str, Any]]:

@@ -27,8 +27,8 @@ from hypothesis.extra import numpy as arrays
 from tepo_megatron.cli import after_run as command
 from tepo_megatron.run.metrics import TokenSamples, token_file
 from tepo_megatron.tools.report import SCRIPTS, write_report
-from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, run_groups, settings_of
-from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack, read_samples
+from tepo_megatron.tools.report.runs import Run, changes, compared, run_groups, settings_of
+from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack
 from tests.support.cli import invoke
 from tests.support.report_runs import HOSTILE, made_up_tokens, write_run
 
@@ -38,26 +38,26 @@ def test_runs_are_found_by_themselves_in_a_sweep_and_by_their_metrics(tmp_path: 
         write_run(tmp_path / "sweep" / name, steps=2)
     write_run(tmp_path / "other" / "a-seed9", steps=2)
     (tmp_path / "sweep" / "logs").mkdir()
-    assert list(find_runs([tmp_path / "sweep"])) == ["a-seed9", "a-seed10", "b-seed0"]
-    assert find_runs([tmp_path / "sweep" / "a-seed9" / "metrics.jsonl"]) == {"a-seed9": tmp_path / "sweep" / "a-seed9"}
-    assert list(find_runs([tmp_path])) == ["other/a-seed9", "sweep/a-seed9", "sweep/a-seed10", "sweep/b-seed0"]
-    twice = find_runs([tmp_path / "sweep" / "b-seed0", tmp_path / "sweep"])
+    assert list(Run.find([tmp_path / "sweep"])) == ["a-seed9", "a-seed10", "b-seed0"]
+    assert Run.find([tmp_path / "sweep" / "a-seed9" / "metrics.jsonl"]) == {"a-seed9": tmp_path / "sweep" / "a-seed9"}
+    assert list(Run.find([tmp_path])) == ["other/a-seed9", "sweep/a-seed9", "sweep/a-seed10", "sweep/b-seed0"]
+    twice = Run.find([tmp_path / "sweep" / "b-seed0", tmp_path / "sweep"])
     assert list(twice) == ["b-seed0", "a-seed9", "a-seed10"]
     with pytest.raises(ValueError, match="logs holds no run"):
-        find_runs([tmp_path / "sweep" / "logs"])
+        Run.find([tmp_path / "sweep" / "logs"])
 
 
 def test_runs_that_differ_in_their_seed_alone_are_a_group(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / f"tepo-seed{seed}", steps=1, seed=seed)
     write_run(tmp_path / "fast-seed0", steps=1, settings={"optimizer": {"lr": 1e-4}})
-    runs = [Run.read(name, folder) for name, folder in find_runs([tmp_path]).items()]
+    runs = [Run.read(name, folder) for name, folder in Run.find([tmp_path]).items()]
     assert [(label, [runs[at].name for at in members]) for label, members in run_groups(runs)] == [
         ("fast-seed0", ["fast-seed0"]),
         ("tepo", ["tepo-seed0", "tepo-seed1"]),
     ]
     (tmp_path / "tepo-seed1" / "resolved.yaml").unlink()  # then nothing is known of its settings
-    runs = [Run.read(name, folder) for name, folder in find_runs([tmp_path]).items()]
+    runs = [Run.read(name, folder) for name, folder in Run.find([tmp_path]).items()]
     assert [members for _, members in run_groups(runs)] == [(0,), (1,), (2,)]
 
 
@@ -69,7 +69,7 @@ def test_a_run_is_read_while_it_writes(tmp_path: Path) -> None:
     (folder / "status").mkdir()
     run = Run.read("run", folder)
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
-    assert len(read_samples(0, folder, "heldout")) == 8
+    assert len(SampleGroup.read(0, folder, "heldout")) == 8
     assert run.said.startswith("ended at step 3 of 90")
     beat: dict[str, Any] = {"rank": 0, "world": 1, "pid": 1, "started": 1, "time": 4e9, "beats": 1, "moves": 1, "moved_at": 4e9}
     beat |= {"phase": "rollout", "since": 4e9, "step": 3, "waits_for": "", "passive": False, "allowance_s": 0.0, "done": 0}
@@ -110,7 +110,7 @@ def test_what_is_damaged_is_named(name: str, text: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1, recorded=[1])
     (folder / name).write_text(text)
     with pytest.raises((ValueError, TypeError), match=name):
-        [Run.read("run", folder), read_samples(0, folder, "heldout"), read_samples(0, folder, "tokens")]
+        [Run.read("run", folder), SampleGroup.read(0, folder, "heldout"), SampleGroup.read(0, folder, "tokens")]
 
 
 def test_settings_beside_each_other_say_what_is_not_the_default() -> None:
@@ -152,7 +152,7 @@ def test_samples_of_training_are_together_by_their_group(tmp_path: Path) -> None
     turns = [{"by": "model", "text": "a"}, {"by": "environment", "text": "b"}]
     rows[0] |= {"turns": turns, "components": {"short": 0.5}}
     (tmp_path / "train_samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    groups = read_samples(7, tmp_path, "train")
+    groups = SampleGroup.read(7, tmp_path, "train")
     assert [(group.run, group.step, group.problem, group.answer, len(group.responses)) for group in groups] == [
         (7, step, f"p{group}", "2", 3) for step in (1, 2) for group in (0, 1)
     ]
@@ -184,7 +184,7 @@ def packed(folder: Path, **values: Any) -> dict[str, Any]:
     samples = made_up_tokens(10, [2, 4])
     for name, value in values.items():
         getattr(samples, name)[:] = value
-    return pack(read_samples(0, write_tokens(folder, samples), "tokens"))["columns"]
+    return pack(SampleGroup.read(0, write_tokens(folder, samples), "tokens"))["columns"]
 
 
 FLOATS = st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -207,7 +207,7 @@ def test_the_tokens_of_chosen_groups_lie_where_the_page_looks(
 ) -> None:
     samples = made_up_tokens(30, lengths, seed=seed)
     folder = write_tokens(tmp_path_factory.mktemp("run"), samples)
-    groups = [group for at, group in enumerate(read_samples(3, folder, "tokens")) if chosen >> at & 1]
+    groups = [group for at, group in enumerate(SampleGroup.read(3, folder, "tokens")) if chosen >> at & 1]
     columns = pack(groups)
     assert columns["tokens"] == sum(group.cost for group in groups)
     ids = decode(columns["columns"]["id"], 4)

@@ -18,18 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.load import dump_resolved, load_run
-from tepo_megatron.tools.sweep import (
-    Spread,
-    Sweep,
-    SweepFile,
-    SweepResults,
-    area,
-    check_runs,
-    read_sweep,
-    runs_of,
-    seconds_left,
-    shard,
-)
+from tepo_megatron.tools.sweep import Spread, Sweep, SweepFile, SweepResults, area, read_sweep, runs_of, seconds_left, shard
 from tests.support.cli import invoke
 from tests.support.programs import TIMEOUT_S
 
@@ -169,18 +158,18 @@ def test_a_part_of_another_form_is_refused(part: str) -> None:
 def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_anything_starts(tmp_path: Path) -> None:
     wrong = read_sweep(write(tmp_path, axes={"lr": {"low": "optimizer.lr=1e-5", "bad": "optimizer.lrr=1"}}))
     with pytest.raises(ValueError, match=r"the run bad-seed0 cannot begin[\s\S]*optimizer\.lrr"):
-        check_runs(wrong, runs_of(wrong))
+        wrong.check(runs_of(wrong))
     sweep = read_sweep(write(tmp_path, axes=AXES))
     runs = runs_of(sweep)
     runs[0].folder.mkdir(parents=True)
     there = load_run(sweep.run, [*runs[0].overrides, "train.resume=auto"])
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there))
-    check_runs(sweep, runs)  # that it was resumed is no other setting
+    sweep.check(runs)  # that it was resumed is no other setting
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there.with_dtype("float32")))
-    check_runs(sweep, runs)  # nor what auto became
+    sweep.check(runs)  # nor what auto became
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(load_run(sweep.run, ["seed=9"])))
     with pytest.raises(ValueError, match=r"tepo-low-seed0 holds a run of other settings .*seed"):
-        check_runs(sweep, runs)
+        sweep.check(runs)
 
 
 ROWS = [
