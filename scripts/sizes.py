@@ -24,7 +24,7 @@ LIMITS = {
     "package, lines": 52_886,
     "tests, lines": 44_661,
     "docs and docstrings, words": 109_948,
-    "public classes and functions": 776,
+    "public classes and functions": 775,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -24,7 +24,7 @@ from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, Tea
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
-from tepo_megatron.trainer.megatron.parallel.batch import Share, cut, padded_tokens
+from tepo_megatron.trainer.megatron.parallel.batch import Share, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
@@ -109,7 +109,7 @@ class Forward:
             dist.all_reduce(most, dist.ReduceOp.MAX)
             sizes = most.tolist()
         members = [batch.select(sequences, offsets) for sequences in micro_batches]
-        shares = [cut(*micro, self.ranks) for micro in zip(members, lengths, sizes, strict=True)]
+        shares = [Share.cut(*micro, self.ranks) for micro in zip(members, lengths, sizes, strict=True)]
         compares = train and self.divergence is not None
         masks = [share.masks(max(1, len(self.teacher_heads)) if compares else 1) for share in shares]
         counts = torch.stack([torch.stack([mask_t.sum() for mask_t in of_share]) for of_share in masks]).tolist()

@@ -17,7 +17,7 @@ from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, Weights
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron.parallel.batch import Share, cut, padded_tokens
+from tepo_megatron.trainer.megatron.parallel.batch import Share, padded_tokens
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.parallel.positions import rank_order
@@ -118,7 +118,7 @@ ONE_RANK = Ranks(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, None, None)
 
 
 def shared(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
-    return cut(micro, micro.lengths_S.tolist(), num_tokens, ranks)
+    return Share.cut(micro, micro.lengths_S.tolist(), num_tokens, ranks)
 
 
 @given(rollouts, st.integers(0, 40))

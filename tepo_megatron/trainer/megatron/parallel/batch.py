@@ -100,6 +100,47 @@ class Share:
     top_logprobs_tK: Tensor | None = None
     kept_tK: Tensor | None = None  # int32: tokens that could have been drawn, −1 if fewer than K. None: all
 
+    @classmethod
+    def cut(cls, micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> Share:
+        """``lengths``: of the sequences. ``num_tokens``: at least ``padded_tokens``, and a multiple of 2 · cp if cp > 1."""
+        padded = _pad(lengths, num_tokens, ranks.cp)
+
+        def there(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(micro.tokens_T.device, non_blocking=True)
+
+        cu_seqlens, longest = there(np.append(0, padded.lengths_S.cumsum()).astype(np.int32)), int(padded.lengths_S.max())
+        # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of
+        # offsets Transformer Engine sees without looking into it that there is nothing between sequences, which is faster.
+        apart = (cu_seqlens, cu_seqlens) if ranks.cp > 1 else (None, None)
+        packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, *apart, max_seqlen_q=longest, max_seqlen_kv=longest)
+        order_T = rank_order(padded.lengths_S, ranks.cp)
+        local_t = order_T.reshape(ranks.cp, -1)[ranks.cp_rank]
+        host_t, added_t = padded.source_T[local_t], padded.added_T[local_t]
+        source_t, real_t = there(host_t), there(~added_t)
+        chosen_tLk, routes_T, mask = None, micro.routed_experts_T, micro.sampling_mask_T
+        if routes_T is not None:
+            routes_T = routes_T[torch.from_numpy(host_t)]
+            routes_T[torch.from_numpy(added_t)] = not_recorded(routes_T.itemsize)
+            chosen_tLk = routes_T.to(micro.tokens_T.device, non_blocking=True)
+        if mask is not None:
+            mask = SamplingMask.joined([mask, SamplingMask.empty(1)])[np.where(added_t, len(mask), host_t)]
+        return cls(
+            micro=micro,
+            tokens_t=micro.tokens_T[source_t],
+            positions_t=there(padded.position_T[local_t]),
+            labels_t=micro.labels_T[source_t] * real_t,
+            mask_t=micro.loss_mask_T[source_t] & real_t,
+            packed=packed,
+            source_T=there(order_T.argsort()[~padded.added_T]),
+            cp_group=ranks.cp_group,
+            real_t=real_t,
+            teacher_t=None if micro.teachers_S is None else micro.teachers_S[micro.sequence_index_T][source_t],
+            top_ids_tK=None if micro.top_ids_TK is None else micro.top_ids_TK[source_t],
+            top_logprobs_tK=None if micro.top_logprobs_TK is None else micro.top_logprobs_TK[source_t],
+            chosen_tLk=chosen_tLk,
+            kept_tK=None if mask is None else there(mask.padded()),
+        )
+
     def gather(self, scores: TokenScores) -> TokenScores:
         """Every rank of the group calls. Backward does not communicate: ranks have the whole loss."""
         gathered: dict[str, Any] = {
@@ -123,47 +164,6 @@ class Share:
             # backward: all ranks compute the same output, so its gradient is split and not summed
             values_t = gather_from_sequence_parallel_region(values_t, tensor_parallel_output_grad=False, group=self.cp_group)
         return values_t[self.source_T]
-
-
-def cut(micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> Share:
-    """``lengths``: of the sequences. ``num_tokens``: at least ``padded_tokens``, and a multiple of 2 · cp if cp > 1."""
-    padded = _pad(lengths, num_tokens, ranks.cp)
-
-    def there(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(micro.tokens_T.device, non_blocking=True)
-
-    cu_seqlens, longest = there(np.append(0, padded.lengths_S.cumsum()).astype(np.int32)), int(padded.lengths_S.max())
-    # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of
-    # offsets Transformer Engine sees without looking into it that there is nothing between sequences, which is faster.
-    apart = (cu_seqlens, cu_seqlens) if ranks.cp > 1 else (None, None)
-    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, *apart, max_seqlen_q=longest, max_seqlen_kv=longest)
-    order_T = rank_order(padded.lengths_S, ranks.cp)
-    local_t = order_T.reshape(ranks.cp, -1)[ranks.cp_rank]
-    host_t, added_t = padded.source_T[local_t], padded.added_T[local_t]
-    source_t, real_t = there(host_t), there(~added_t)
-    chosen_tLk, routes_T, mask = None, micro.routed_experts_T, micro.sampling_mask_T
-    if routes_T is not None:
-        routes_T = routes_T[torch.from_numpy(host_t)]
-        routes_T[torch.from_numpy(added_t)] = not_recorded(routes_T.itemsize)
-        chosen_tLk = routes_T.to(micro.tokens_T.device, non_blocking=True)
-    if mask is not None:
-        mask = SamplingMask.joined([mask, SamplingMask.empty(1)])[np.where(added_t, len(mask), host_t)]
-    return Share(
-        micro=micro,
-        tokens_t=micro.tokens_T[source_t],
-        positions_t=there(padded.position_T[local_t]),
-        labels_t=micro.labels_T[source_t] * real_t,
-        mask_t=micro.loss_mask_T[source_t] & real_t,
-        packed=packed,
-        source_T=there(order_T.argsort()[~padded.added_T]),
-        cp_group=ranks.cp_group,
-        real_t=real_t,
-        teacher_t=None if micro.teachers_S is None else micro.teachers_S[micro.sequence_index_T][source_t],
-        top_ids_tK=None if micro.top_ids_TK is None else micro.top_ids_TK[source_t],
-        top_logprobs_tK=None if micro.top_logprobs_TK is None else micro.top_logprobs_TK[source_t],
-        chosen_tLk=chosen_tLk,
-        kept_tK=None if mask is None else there(mask.padded()),
-    )
 
 
 def padded_tokens(lengths: Sequence[int], cp: int) -> int:
