@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_886,
-    "tests, lines": 44_661,
+    "package, lines": 52_882,
+    "tests, lines": 44_663,
     "docs and docstrings, words": 109_948,
-    "public classes and functions": 775,
+    "public classes and functions": 772,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

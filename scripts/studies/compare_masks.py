@@ -28,7 +28,7 @@ from tepo_megatron.core.objective.compose import Objective, StepContext
 from tepo_megatron.core.objective.mechanisms import entropy_falls
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.results import Report, Table
 
@@ -72,7 +72,7 @@ def _replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Te
     engine = Engine(config, resolve_model_path(config.model.path), watched)
     by_update: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.train.minibatches)]
     for step in range(steps):
-        batch = engine.batch_from_root(read_rollouts(rollouts, step))
+        batch = engine.batch_from_root(Record.read(rollouts, step).rollouts)
         if config.engine.noise_every and step % config.engine.noise_every == 0:
             engine.measure_noise(batch)
         parts = [engine.score(part) for part in minibatches(batch, config.train.minibatches, seed=config.seed, step=step)]

@@ -25,7 +25,7 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.scores import logprob_and_entropy, noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, TokenScores
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.results import Report, Table
 from tepo_megatron.trainer.packing import pack
@@ -120,7 +120,7 @@ def _main() -> None:
     parser.add_argument("rollouts", type=Path, help="folder of recorded rollouts")
     args = parser.parse_args()
     torch.manual_seed(0)
-    rows = list(study(pack(read_rollouts(args.rollouts, args.step))))
+    rows = list(study(pack(Record.read(args.rollouts, args.step).rollouts)))
     head = ("learning rate", "noise of logits", "way", "chosen", "precision", "recall", "precision by size", "recall by size")
     table = Table(head, [row.cells() for row in rows])
     Report("mask-noise", {"results": [row._asdict() for row in rows]}, [table], "built-in model, one step").show(args.output)

@@ -54,14 +54,14 @@ def _show_command(
     with user_errors():
         config = load_config(*split_run(run, overrides))
         config.require_data()
+        from tepo_megatron.tasks.data import sources
         from tepo_megatron.tasks.data.builtin import resolve_model_path
-        from tepo_megatron.tasks.data.sources import read_sources
         from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve_model_path(config.model.path))
         if heldout and config.data.heldout is None:
             raise ValueError("data.heldout is not given: there are no held-out problems to show")
-        result = read_sources(config.data, "heldout" if heldout else "train", tokenizer)
+        result = sources.Source.read_all(config.data, "heldout" if heldout else "train", tokenizer)
         if source is not None:
             known = ", ".join(item.name or item.path for item in result)
             result = [item for item in result if source in (item.name, item.path)]

@@ -119,6 +119,30 @@ class Record:
     drawn_by: str = ""
     failed_rewards: int = 0
 
+    @classmethod
+    def read(cls, folder: Path, step: int) -> Record:
+        """Raises ValueError with file and line."""
+        path = record_path(folder, step)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: the recorded rollouts of step {step} cannot be read: {error}") from error
+        lines = text.split("\n")
+        if lines.pop():  # every line ends with a line feed, so the last piece is empty
+            raise ValueError(f"{path}, line {len(lines) + 1}: the file ends within a line; record the step again")
+        head = _head(path, lines, step)
+        if len(lines) - 1 != head["rollouts"]:
+            raise ValueError(
+                f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rollouts, but its first line announces "
+                f"{head['rollouts']}; record the step again"
+            )
+        kind = _Line if head["format"] == FORMAT else _OldLine
+        rollouts = [_rollout(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]
+        rest = {key: value for key, value in head.items() if key != "sha256"}
+        if head["format"] != 1 and head.get("sha256") != _digest(rest, text.partition("\n")[2].encode()):
+            raise ValueError(f"{path}, line 1: the file was changed or damaged after it was written; record the step again")
+        return cls(rollouts, drawn_by=str(head.get("drawn_by", "")), failed_rewards=head.get("failed_rewards", 0))
+
 
 def record_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:07d}.jsonl"
@@ -134,34 +158,6 @@ def write_rollouts(
     first = json.dumps(head | {"sha256": _digest(head, body)}) + "\n"
     write_atomically(path, first.encode() + body, sync=flush)
     return path
-
-
-def read_rollouts(folder: Path, step: int) -> list[Rollout]:
-    """Raises ValueError with file and line."""
-    return read_record(folder, step).rollouts
-
-
-def read_record(folder: Path, step: int) -> Record:
-    path = record_path(folder, step)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the recorded rollouts of step {step} cannot be read: {error}") from error
-    lines = text.split("\n")
-    if lines.pop():  # every line ends with a line feed, so the last piece is empty
-        raise ValueError(f"{path}, line {len(lines) + 1}: the file ends within a line; record the step again")
-    head = _head(path, lines, step)
-    if len(lines) - 1 != head["rollouts"]:
-        raise ValueError(
-            f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rollouts, but its first line announces "
-            f"{head['rollouts']}; record the step again"
-        )
-    kind = _Line if head["format"] == FORMAT else _OldLine
-    rollouts = [_rollout(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]
-    rest = {key: value for key, value in head.items() if key != "sha256"}
-    if head["format"] != 1 and head.get("sha256") != _digest(rest, text.partition("\n")[2].encode()):
-        raise ValueError(f"{path}, line 1: the file was changed or damaged after it was written; record the step again")
-    return Record(rollouts, drawn_by=str(head.get("drawn_by", "")), failed_rewards=head.get("failed_rewards", 0))
 
 
 def _head(path: Path, lines: Sequence[str], step: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout
 from tepo_megatron.core.types import Batch, Divergence, TeacherTopK
-from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tests.support.dense_scores import dense_divergence, dense_logprob_and_entropy
 from tests.support.engines import Split, Worlds, assert_first_moments, figures, make_engine, save_checkpoint, short_rollouts
@@ -96,7 +96,7 @@ def teachers_of(case: Case) -> list[int] | None:
 
 def work(case: Case, folder: Path) -> dict[str, Any]:
     names, served = ["big", "small"][: case.teachers], case.kind == "top_k"
-    drawn = read_rollouts(folder / "judged", 0) if served else rollouts()
+    drawn = Record.read(folder / "judged", 0).rollouts if served else rollouts()
     config = {
         "model": {"path": str(folder / "student")},
         "engine": {"parallel": case.parallel, "micro_batch_tokens": case.tokens, "head": case.head},

@@ -17,7 +17,7 @@ import yaml
 
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.metrics import read_tokens, token_files
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
@@ -99,7 +99,7 @@ def check_episodes(out: Path, heard: Path) -> list[int]:
         note = json.loads(line)
         noted.setdefault((note["problem"], str(note["turns"])), []).append(note)
     turns = []
-    for rollout in (rollout for step in range(len(rows(out)) - 1) for rollout in read_rollouts(out / "rollouts", step)):
+    for rollout in (rollout for step in range(len(rows(out)) - 1) for rollout in Record.read(out / "rollouts", step).rollouts):
         spans = list(spans_of(rollout))  # the game ends with what the model writes, and answers with one character else
         own, answers = [ids for _, ids in spans[::2]], [ids for _, ids in spans[1::2]]
         note = noted[rollout.problem_id, str(own)].pop()
@@ -129,7 +129,7 @@ def test_an_agent_on_openais_client_trains_on_what_was_sampled_and_on_nothing_el
     tepo(*agent, f"output={out}", *sizes, "environment.timeout_s=600")  # no episode may fail on a slow machine
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     problems = {problem.id: problem for problem in load_problems("builtin:guess-number")}
-    episodes = [rollout for step in range(2) for rollout in read_rollouts(out / "rollouts", step)]
+    episodes = [rollout for step in range(2) for rollout in Record.read(out / "rollouts", step).rollouts]
     assert len(episodes) == 32
     several = 0
     for rollout in episodes:

@@ -15,7 +15,7 @@ import pytest
 
 from tepo_megatron import train
 from tepo_megatron.runtime.heartbeat import RankRecord
-from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, write_rollouts
 from tepo_megatron.tools.faults.run import CLASSES
 from tepo_megatron.tools.faults.workshop import REPLAYED, differences, make_rollouts
 from tests.support.cli import invoke
@@ -69,7 +69,7 @@ def status(output: Path) -> str:
 
 def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     output, rollouts = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 3)
-    broken = read_rollouts(rollouts, 1)
+    broken = Record.read(rollouts, 1).rollouts
     broken[5] = replace(broken[5], reward=HUGE)
     write_rollouts(rollouts, 1, broken)
     out = run_replay(output, rollouts, "train.steps=3", *OVERFLOWS)

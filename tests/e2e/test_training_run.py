@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.run.metrics import read_tokens, token_files
 from tepo_megatron.run.output.resume import MADE_BY_A_RUN
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tests.support.launch import run_world
 from tests.support.processes import assert_none_names
 from tests.support.programs import (
@@ -128,7 +128,7 @@ def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
 
 def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) -> None:
     for step in range(STEPS):
-        rollouts = read_rollouts(trained / "rollouts", step)
+        rollouts = Record.read(trained / "rollouts", step).rollouts
         assert len(rollouts) == 32
         assert {rollout.weights_version.step for rollout in rollouts} == {step}
         (digest,) = {rollout.weights_version.digest for rollout in rollouts}
@@ -143,7 +143,7 @@ def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -
     files = token_files(trained)
     assert list(files) == [HALF, STEPS]
     for step, path in files.items():
-        found, drawn, row = read_tokens(path), read_rollouts(trained / "rollouts", step - 1), rows(trained)[step]
+        found, drawn, row = read_tokens(path), Record.read(trained / "rollouts", step - 1).rollouts, rows(trained)[step]
         assert [found.ids[found.tokens_of(at)].tolist() for at in range(32)] == [each.response_ids.tolist() for each in drawn]
         assert found.logprob_sampler.tolist() == [value for each in drawn for value in each.sampler_logprobs.tolist()]
         assert found.reward.tolist() == [each.reward for each in drawn]

@@ -22,7 +22,7 @@ from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import SubmitOptions
-from tepo_megatron.sampler.rollout_file import read_record
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.tasks.protocol import RewardResult
 
@@ -240,4 +240,4 @@ def groups_on_disk(output: Path) -> dict[int, list[Rollout]]:
     """Number → rollouts of the groups that the journal keeps for a step under way or a later one."""
     folder = output / "journal" / "groups"
     numbers = [int(path.stem.removeprefix("step_")) for path in sorted(folder.glob("step_*.jsonl"))]
-    return {number: read_record(folder, number).rollouts for number in numbers}
+    return {number: Record.read(folder, number).rollouts for number in numbers}

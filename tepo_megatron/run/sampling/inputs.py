@@ -13,9 +13,9 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.output.resume import resumes
 from tepo_megatron.run.sampling.step_rewards import GroupFilters
-from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sources import TOO_LONG, Source, read_sources
+from tepo_megatron.tasks.data.sources import TOO_LONG, Source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
@@ -63,11 +63,11 @@ class Inputs:
         spec = read_model_spec(model_dir)
         if replay is not None:
             _check_replay(config, replay, spec)
-        train = read_sources(config.data, "train", tokenizer)
+        train = Source.read_all(config.data, "train", tokenizer)
         heldout: list[Source] = []
         evaluate = config.evaluate
         if evaluate.every and config.data.heldout is not None:
-            heldout = read_sources(config.data, "heldout", tokenizer)
+            heldout = Source.read_all(config.data, "heldout", tokenizer)
         left_out = [notice for source in (*train, *heldout) for notice in source.notices]
         for source in train if replay is None else ():
             judge = rewards.get(source.name) or rewards.get("")
@@ -101,7 +101,7 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
     """Raises ValueError with file and line."""
     folder, rollout = config.rollout.replay, config.rollout
     assert folder is not None, "the run samples its rollouts"
-    rollouts = read_rollouts(folder, step)
+    rollouts = Record.read(folder, step).rollouts
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     path, stalest = record_path(folder, step), config.most_stale(step)
     check_rollouts(path, rollouts, step=step, prompts=prompts, samples=samples, vocab_size=vocab_size, stalest=stalest)

@@ -23,7 +23,7 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group
 from tepo_megatron.runtime.files import Failed, partial_path, write_atomically
 from tepo_megatron.runtime.text import parse_json
-from tepo_megatron.sampler.rollout_file import Record, check_rollouts, read_record, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.trainer.run_compatibility import served_teachers
@@ -100,7 +100,7 @@ class Journal:
             return None
         rollout = self._config.rollout
         try:
-            entry = read_record(self.folder, step)
+            entry = Record.read(self.folder, step)
             if entry.drawn_by != drawn_by(entry.rollouts):
                 self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings or data")
                 return None
@@ -173,7 +173,7 @@ class GroupStore:
         if group.number not in self._numbers:
             return
         try:
-            record = read_record(self._folder, group.number)
+            record = Record.read(self._folder, group.number)
         except ValueError:  # cut or damaged, also by the kill itself
             return
         size = len(record.rollouts)

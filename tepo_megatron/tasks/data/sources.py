@@ -51,6 +51,17 @@ class Source:
         return [f"{self.path}: {count} problem{'s'[: count > 1]} left out, {cause}" for cause, count in counts]
 
     @classmethod
+    def read_all(cls, config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
+        """Encodes every prompt, to find errors early. Raises ValueError."""
+        plain = isinstance(getattr(config, field), str)
+        sources = [
+            cls.read(config, source, tokenizer, name="" if plain else source.called)
+            for source in (config.train_sources if field == "train" else config.heldout_sources)
+        ]
+        _check_ids(sources)
+        return sources
+
+    @classmethod
     def read(cls, config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
         """``name`` becomes the problems' ``source``."""
         filters, bound = _load_filters(source.filter or ()), config.max_prompt_tokens
@@ -71,17 +82,6 @@ class Source:
             causes = ", ".join(f"{count} {cause}" for cause, count in completed.left_out.most_common())
             raise ValueError(f"none of the {len(prompts)} problems of {source.path} is left: {causes}; change data.filter")
         return completed
-
-
-def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
-    """Encodes every prompt, to find errors early. Raises ValueError."""
-    plain = isinstance(getattr(config, field), str)
-    sources = [
-        Source.read(config, source, tokenizer, name="" if plain else source.called)
-        for source in (config.train_sources if field == "train" else config.heldout_sources)
-    ]
-    _check_ids(sources)
-    return sources
 
 
 def _check_ids(sources: Sequence[Source]) -> None:

@@ -23,7 +23,7 @@ from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sources import read_sources
+from tepo_megatron.tasks.data.sources import Source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
@@ -108,7 +108,7 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
         return [], 0
     if config.data.heldout is None:
         raise ValueError("data.heldout is not given: there are no problems to evaluate on; give data.heldout = FILE")
-    sources = read_sources(config.data, "heldout", tokenizer)
+    sources = Source.read_all(config.data, "heldout", tokenizer)
     return [problem for source in sources for problem in source.used], sum(source.left_out.total() for source in sources)
 
 

@@ -31,7 +31,7 @@ from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.sampler.fleet.external import ExternalServer, shared_key
-from tepo_megatron.sampler.rollout_file import check_rollouts, read_record, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
@@ -201,7 +201,7 @@ def _write_record(folder: Path, random: Hostile) -> None:
 @border("rollouts")
 def _replayed(folder: Path, random: Hostile) -> None:
     _write_record(folder, random)
-    record = read_record(folder, 3)
+    record = Record.read(folder, 3)
     check_rollouts(record_path(folder, 3), record.rollouts, step=3, prompts=1, samples=2, vocab_size=64)
     assert all(item.reward is None or abs(item.reward) <= 1e15 for item in record.rollouts), "a reward that is none"
     needs_unicode([[item.text, item.problem_id, dict(item.reward_parts)] for item in record.rollouts])

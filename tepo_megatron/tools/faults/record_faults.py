@@ -15,7 +15,7 @@ from typing import Any
 
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED
-from tepo_megatron.sampler.rollout_file import read_rollouts, record_path
+from tepo_megatron.sampler.rollout_file import Record, record_path
 from tepo_megatron.tools.faults.processes import wait_gone
 from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences
 
@@ -180,7 +180,7 @@ class _OtherSizes(FaultClass):
         if changed := [path.name for path, content in entries.items() if path.read_bytes() != content]:
             return FaultOutcome(name, "lost", f"{changed[0]} of the records was drawn again")
         steps = [step for step in range(_OVERLAP_STEPS) if record_path(run.out / "rollouts", step).exists()]
-        trained = {_tokens(item) for step in steps for item in read_rollouts(run.out / "rollouts", step)}
+        trained = {_tokens(item) for step in steps for item in Record.read(run.out / "rollouts", step).rollouts}
         if len(steps) < _OVERLAP_STEPS or not drawn <= trained:
             return FaultOutcome(
                 name, "lost", f"{len(steps)} steps; of {len(drawn)} responses {len(drawn & trained)} were trained on"
@@ -201,7 +201,7 @@ def _groups_drawn(folder: Path) -> set[tuple[str, tuple[int, ...]]]:
     result = set()
     for path in folder.glob("step_*.jsonl"):
         with suppress(ValueError):  # cut off by the kill
-            group = read_rollouts(folder, int(path.stem.removeprefix("step_")))
+            group = Record.read(folder, int(path.stem.removeprefix("step_"))).rollouts
             if len(group) == 4 and all(item.finish_reason != UNFINISHED for item in group):
                 result |= set(map(_tokens, group))
     return result

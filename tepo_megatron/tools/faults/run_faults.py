@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tools.faults.processes import signal_all, wait_gone
 from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences
 
@@ -110,7 +110,7 @@ class _TeacherKills(FaultClass):
             lost, message = run.continue_to(step)
             seconds = time.monotonic() - start
             lost = lost or (message and f"the run ended: {message}") or ("" if run.wait_end() == 0 else run.said())
-            records = [read_rollouts(run.out / "rollouts", index) for index in range(run.steps)] if not lost else []
+            records = [Record.read(run.out / "rollouts", index).rollouts for index in range(run.steps)] if not lost else []
             unjudged = sum(rollout.teacher_logprobs is None for record in records for rollout in record)
             lost = lost or (unjudged and f"{unjudged} responses were not judged") or ""
         except (TimeoutError, ValueError, RuntimeError) as error:

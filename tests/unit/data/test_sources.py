@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sources import FILTER, TOO_LONG, ProblemSampler, Source, read_sources
+from tepo_megatron.tasks.data.sources import FILTER, TOO_LONG, ProblemSampler, Source
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.data_files import write_jsonl, write_parquet
 
@@ -24,7 +24,7 @@ TINY = load_tokenizer(resolve_model_path("builtin:tiny"))
 
 
 def read(**given: Any) -> list[Source]:
-    return read_sources(DataConfig.model_validate({"heldout": None, **given}), "train", TINY)
+    return Source.read_all(DataConfig.model_validate({"heldout": None, **given}), "train", TINY)
 
 
 def rows(*prompts: str, **more: Any) -> list[dict[str, Any]]:

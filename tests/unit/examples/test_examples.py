@@ -21,7 +21,7 @@ from examples.paper import results
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, sets_yaml
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -200,7 +200,7 @@ def test_programs_of_stack_machine_are_run_and_several_are_right(tmp_path: Path,
     right: list[tuple[str, str]] = []
     for step, row in enumerate(trained[1:]):
         rewards = []
-        for rollout in read_rollouts(out / "rollouts", step):
+        for rollout in Record.read(out / "rollouts", step).rollouts:
             program = tokenizer.decode(rollout.response_ids.tolist())
             rewards.append(machine.score(problems[rollout.problem_id], program))
             assert rollout.reward == rewards[-1]
@@ -349,7 +349,7 @@ def test_a_teacher_alone_trains_on_what_the_name_of_the_run_says(
     settings = [item for item in run.overrides if not item.startswith(("output=", "log.", "evaluate."))]
     quick = (*SMALL_DISTILL, "evaluate.every=0", "rollout.record=true")
     (row,) = train_on_references("examples/tiny/run.yaml", tmp_path / "out", *settings, *quick)[1:]
-    rollouts = read_rollouts(tmp_path / "out" / "rollouts", 0)
+    rollouts = Record.read(tmp_path / "out" / "rollouts", 0).rollouts
     problems = {problem.id: problem for problem in load_problems("builtin:addition")}
     right = [rollout.text.endswith(f" {problems[rollout.problem_id].answer}") for rollout in rollouts]
     assert row["distill/divergence"] > 0

@@ -21,7 +21,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling import journal as journals
 from tepo_megatron.run.sampling.journal import Journal
-from tepo_megatron.sampler.rollout_file import Record, read_record, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.checkpoints import make_whole
 from tests.support.data_files import write_jsonl
@@ -157,7 +157,7 @@ def test_records_are_kept_beside_it_without_a_second_copy(kept: bool, tmp_path: 
             one.write(STEP, rollouts(), identity(one), 0)
         if attempt == 1:
             (tmp_path / "rollouts" / "step_0000003.jsonl").unlink()
-    assert read_record(tmp_path / "rollouts", STEP).rollouts == rollouts()
+    assert Record.read(tmp_path / "rollouts", STEP).rollouts == rollouts()
     assert names(tmp_path / "rollouts") == ["step_0000003.jsonl"]
     if kept:
         assert record_path(tmp_path / "rollouts", STEP).stat().st_nlink == 2
@@ -210,7 +210,7 @@ def test_a_writer_that_is_killed_within_a_write_leaves_the_older_entry(room: int
     writer.start()
     writer.join(TIMEOUT_S)
     assert writer.exitcode == -signal.SIGXFSZ
-    assert len(read_record(tmp_path, 0).rollouts) == 200
+    assert len(Record.read(tmp_path, 0).rollouts) == 200
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".jsonl"] == ["step_0000000.jsonl"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.runtime.preemption import StopRequested
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.protocol import Task
 from tests.support.fake_sampling import Killed
 
@@ -113,7 +113,7 @@ def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Any) ->
     assert [row["update/skipped"] for row in run.rows[1:]] == [1, 1, 0]
     folder = run.config.output / "skipped"
     for step in (0, 1):
-        assert read_rollouts(folder, step) == run.rollouts[step + 1]
+        assert Record.read(folder, step).rollouts == run.rollouts[step + 1]
         (entry,) = json.loads((folder / f"step_{step:07d}.json").read_text())["skipped"]
         assert (entry["minibatch"], entry["cause"]) == (1 - step, "planted")
     assert run.rows[1]["lost/skipped"] > 0

@@ -20,7 +20,7 @@ from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards
 from tepo_megatron.run.step.minibatches import minibatches
-from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 from tepo_megatron.trainer.packing import pack
@@ -70,7 +70,7 @@ def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
     assert step.take_figures() == figures
     assert step.take_figures() == dict.fromkeys(figures, 0.0)
     write_rollouts(folder := tmp_path_factory.mktemp("record"), 3, recorded)
-    assert step.leave_out(read_rollouts(folder, 3)) == kept  # a recorded step is trained on as it was
+    assert step.leave_out(Record.read(folder, 3).rollouts) == kept  # a recorded step is trained on as it was
     assert step.take_figures() == figures
     objective = build_objective(ObjectiveConfig(preset="dr_grpo"))
     sizes = Counter(r.group for r in kept)
@@ -86,8 +86,8 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
     recorded = step.reward(rollouts, results, 0)
     assert recorded[0].reward_parts == {"right": 1.0, "short": 1.0}
     write_rollouts(tmp_path, 0, recorded)
-    assert read_rollouts(tmp_path, 0) == recorded
-    step.leave_out(read_rollouts(tmp_path, 0))
+    assert Record.read(tmp_path, 0).rollouts == recorded
+    step.leave_out(Record.read(tmp_path, 0).rollouts)
     figures = {"reward/failed": 1.0, "groups/dropped": 1.0, "reward/right": 0.5, "reward/short": 1.0}
     assert step.take_figures() == figures
     assert step.take_figures() == {"reward/failed": 0.0, "groups/dropped": 0.0}

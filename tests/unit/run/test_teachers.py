@@ -22,7 +22,7 @@ from tepo_megatron.run import checks
 from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.sampler.protocol import Scores, ServerDied
-from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.run_compatibility import served_teachers
@@ -99,9 +99,9 @@ def test_a_served_teacher_and_one_on_the_ranks_give_the_same_loss(
     for ours, theirs in zip(learnt(served_rows), learnt(rows), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
         assert ours[1] > 0
-    rollouts = read_rollouts(served / "rollouts", 1)
+    rollouts = Record.read(served / "rollouts", 1).rollouts
     assert all(rollout.teacher_logprobs is not None for rollout in rollouts)
-    assert all(rollout.teacher_logprobs is None for rollout in read_rollouts(on_ranks / "rollouts", 1))
+    assert all(rollout.teacher_logprobs is None for rollout in Record.read(on_ranks / "rollouts", 1).rollouts)
     with pytest.raises(ValueError, match=r"has no log-probs of teachers\.big, which is served; record it again"):
         run("mixed", "server", *objective, f"rollout.replay={on_ranks / 'rollouts'}", "rollout.record=false")
     for place, recorded in (("server", served), ("ranks", on_ranks)):
@@ -114,9 +114,9 @@ def test_a_served_teachers_top_k_is_recorded_replayed_and_resumed(run: Run, whol
     folder, rows = whole("server", *TOP_K)
     assert all(row["distill/divergence"] > 0 and 0 < row["distill/mass"] <= 1 + 1e-6 for row in rows[1:])
     assert all(0 < row["distill/agreement"] <= 1 for row in rows[1:])
-    rollouts = read_rollouts(folder / "rollouts", 1)
+    rollouts = Record.read(folder / "rollouts", 1).rollouts
     assert all(r.teacher_top is not None and r.teacher_top.shape == (r.response_ids.size, 3) for r in rollouts)
-    assert read_rollouts(folder / "journal", 1) == rollouts
+    assert Record.read(folder / "journal", 1).rollouts == rollouts
     replay = (f"rollout.replay={folder / 'rollouts'}", "rollout.record=false")
     assert learnt(run("replayed", "server", *TOP_K, *replay)) == learnt(rows)
     run("resumed", "server", *TOP_K, steps=1)
@@ -187,7 +187,9 @@ def test_a_served_teacher_that_dies_is_started_again(
     monkeypatch.setattr(ReferenceSampler, "revive", note)
     again = run("again", "server", *TEPO, *options)
     assert len(revived) == 1
-    judged = [rollout.teacher_logprobs for step in (0, 1) for rollout in read_rollouts(tmp_path / "again" / "rollouts", step)]
+    judged = [
+        rollout.teacher_logprobs for step in (0, 1) for rollout in Record.read(tmp_path / "again" / "rollouts", step).rollouts
+    ]
     assert len(judged) == 16
     assert all(values is not None for values in judged)
     if schedule == "sync":  # ahead of training the order depends on time
@@ -219,7 +221,7 @@ def test_each_source_has_its_own_teacher(teacher: Path, few_problems: Path, tmp_
     rows = train_on_references(
         TINY, tmp_path / "out", *SMALL, *settings, "teachers.b.path=builtin:tiny", *TEPO, "train.steps=2"
     )
-    judged = [rollout.teacher_logprobs for rollout in read_rollouts(tmp_path / "out" / "rollouts", 1)]
+    judged = [rollout.teacher_logprobs for rollout in Record.read(tmp_path / "out" / "rollouts", 1).rollouts]
     assert sum(values is None for values in judged) == sum(values is not None for values in judged) == len(judged) // 2
     assert all(np.isfinite(values).all() for values in judged if values is not None)
     assert rows[-1]["distill/divergence"] > 0
@@ -267,7 +269,7 @@ def test_a_generation_step_of_ones_own_may_reward_what_a_teacher_judges(run: Run
         "    return [rollout for group in sampler.sample(problems) for rollout in sampler.reward(group)]\n"
     )
     run("own", "server", *TEPO, f"rollout.collect={tmp_path / 'own.py'}:draw", steps=1)
-    assert all(rollout.teacher_logprobs is not None for rollout in read_rollouts(tmp_path / "own" / "rollouts", 0))
+    assert all(rollout.teacher_logprobs is not None for rollout in Record.read(tmp_path / "own" / "rollouts", 0).rollouts)
 
 
 def test_a_teacher_that_is_too_short_is_refused(run: Run) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion, token_ids
-from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, rollout_fault, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path, rollout_fault, write_rollouts
 
 floats = st.floats(allow_nan=False)
 sizes = array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=4)
@@ -57,7 +57,7 @@ ONE = Rollout("p", 0, (1, 2), (3,), (-0.1,), "stop", WeightsVersion(4, "ab"), "a
 def test_what_is_read_is_what_was_written(written: list[Rollout], step: int) -> None:
     with TemporaryDirectory() as folder:
         write_rollouts(Path(folder) / "rollouts", step, written)
-        read = read_rollouts(Path(folder) / "rollouts", step)
+        read = Record.read(Path(folder) / "rollouts", step).rollouts
     assert repr(read) == repr(written)  # repr tells -0.0 from 0.0, and an int from a float
     assert read == written
 
@@ -66,7 +66,7 @@ def test_a_failed_write_leaves_the_older_record(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 3, [ONE])
     with pytest.raises(TypeError):
         write_rollouts(tmp_path, 3, [replace(ONE, reward=object())])  # type: ignore[arg-type]
-    assert read_rollouts(tmp_path, 3) == [ONE]
+    assert Record.read(tmp_path, 3).rollouts == [ONE]
     assert [path.name for path in tmp_path.iterdir()] == ["step_0000003.jsonl"]
 
 
@@ -78,7 +78,7 @@ def test_a_record_cut_anywhere_is_refused(data: st.DataObject) -> None:
         whole = path.read_bytes()
         path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
         with pytest.raises(ValueError, match=r"step_0000003\.jsonl, line [1-4]: "):
-            read_rollouts(Path(folder), 3)
+            Record.read(Path(folder), 3)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, object], mess
     lines[2] = json.dumps(json.loads(lines[2]) | change)
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=rf"step_0000003\.jsonl, line 3: not a rollout: {message}"):
-        read_rollouts(tmp_path, 3)
+        Record.read(tmp_path, 3)
 
 
 def test_top_tokens_that_cannot_be_are_named(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_top_tokens_that_cannot_be_are_named(tmp_path: Path) -> None:
 
 def test_a_record_of_another_step_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"step_0000003\.jsonl: the recorded rollouts of step 3 cannot be read"):
-        read_rollouts(tmp_path, 3)
+        Record.read(tmp_path, 3)
     write_rollouts(tmp_path, 3, [ONE]).rename(record_path(tmp_path, 5))
     with pytest.raises(ValueError, match="line 1: not the head of a record of step 5"):
-        read_rollouts(tmp_path, 5)
+        Record.read(tmp_path, 5)
 
 
 STEP = [replace(ONE, problem_id=f"p{at // 2}", group=at // 2, prompt_ids=token_ids((1, at // 2))) for at in range(4)]
@@ -133,7 +133,7 @@ NAN = float("nan")
 
 def check(rollouts: list[Rollout], folder: Path) -> None:
     path = write_rollouts(folder, 4, rollouts)
-    check_rollouts(path, read_rollouts(folder, 4), step=4, prompts=2, samples=2, vocab_size=10)
+    check_rollouts(path, Record.read(folder, 4).rollouts, step=4, prompts=2, samples=2, vocab_size=10)
 
 
 def test_a_whole_step_is_taken_and_one_that_misses_a_rollout_is_not(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_change_that_is_still_a_rollout_is_seen(old: str, new: str, tmp_path: 
     path = write_rollouts(tmp_path, 3, [ONE, ONE], drawn_by="x")
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match="line 1: the file was changed or damaged after it was written"):
-        read_rollouts(tmp_path, 3)
+        Record.read(tmp_path, 3)
 
 
 def test_records_of_the_first_formats_are_read(tmp_path: Path) -> None:
@@ -196,4 +196,4 @@ def test_records_of_the_first_formats_are_read(tmp_path: Path) -> None:
     digest = sha256(f"{head}\n{line}".encode()).hexdigest()
     for first in ('{"format": 1, "step": 3, "rollouts": 1}', head[:-1] + f', "sha256": "{digest}"}}'):
         record_path(tmp_path, 3).write_text(f"{first}\n{line}")
-        assert read_rollouts(tmp_path, 3) == [ONE]
+        assert Record.read(tmp_path, 3).rollouts == [ONE]

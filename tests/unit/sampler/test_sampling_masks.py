@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import SamplingConfig
 from tepo_megatron.core.rollout import NO_TOKEN, Response, Rollout, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.sampling import Sample, Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
 from tepo_megatron.sampler.vllm.wire import SAMPLES, read_responses
@@ -77,7 +77,7 @@ def test_a_record_keeps_it_and_names_the_line_of_one_that_does_not_fit(tmp_path:
     mask = SamplingMask([2, 0], [3, 6])
     good = Rollout("p", 0, [1], [4, 5], [-1.0, 0.0], "stop", WeightsVersion(0), sampling_mask=mask)
     write_rollouts(tmp_path, 0, [good])
-    (read_back,) = read_rollouts(tmp_path, 0)
+    (read_back,) = Record.read(tmp_path, 0).rollouts
     assert read_back == good
     for wrong, message in (
         (SamplingMask([2], [3, 6]), "line 3: a sampling mask of 1 tokens for 2 response tokens"),
