@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_882,
+    "package, lines": 52_875,
     "tests, lines": 44_663,
     "docs and docstrings, words": 109_948,
     "public classes and functions": 772,

@@ -61,11 +61,12 @@ def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = F
 
 @functools.cache
 def _fastest_on_cpu() -> BackendName:
-    why_not = native.why_not()
-    if why_not is None:
+    try:
+        native.library()
         return "cpp"
-    logging.getLogger(__name__).warning("scores are computed in torch, two to three times slower than in C++: %s", why_not)
-    return "torch"
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning("scores are computed in torch, two to three times slower than in C++: %s", error)
+        return "torch"
 
 
 def _has_triton() -> bool:

@@ -108,7 +108,7 @@ def backward(
 def _call(
     name: str, types: tuple[type, ...], logits_TV: Tensor, scoring: Scoring, rest: Callable[[slice], tuple[float | None, ...]]
 ) -> None:
-    function = getattr(_library(), name)
+    function = getattr(library(), name)
     function.argtypes, function.restype = types, None
     logits_TV = _in_rows(logits_TV)
 
@@ -143,7 +143,7 @@ def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Te
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     source = Path(__file__).with_name("sweep.cpp")
     compiler = os.environ.get("CXX", "c++")
     target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])  # names compiler and processor
@@ -183,14 +183,6 @@ def _build(command: list[str], library: Path) -> None:
             _run([*command, "-o", str(built)])
             built.chmod(0o700)
             built.replace(library)  # in one move: whoever does not lock sees all of it or nothing
-
-
-def why_not() -> str | None:
-    try:
-        _library()
-    except RuntimeError as error:
-        return str(error)
-    return None
 
 
 def _run(command: list[str]) -> str:

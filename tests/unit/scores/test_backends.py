@@ -20,7 +20,7 @@ from tepo_megatron.core.scores.torch_sweep import RowSweeps
 from tests.support.programs import TIMEOUT_S, run_python
 
 CPU = torch.device("cpu")
-CACHED = (native._library, backend._fastest_on_cpu)
+CACHED = (native.library, backend._fastest_on_cpu)
 needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="no C++ compiler")
 
 
@@ -88,7 +88,7 @@ def test_many_processes_compile_it_once(tmp_path):
         f'#!/bin/sh\ncase "$*" in *.cpp*) echo . >> {calls}; sleep 0.3;; esac\nexec {shutil.which("c++")} "$@"\n'
     )
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    code = "from tepo_megatron.core.scores import native; native._library().forward_float32"
+    code = "from tepo_megatron.core.scores import native; native.library().forward_float32"
     root = Path(__file__).parents[3]
     environment = {**os.environ, "CXX": str(wrapper), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment) for _ in range(4)]
