@@ -55,8 +55,8 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         signals.defer()
         loop.run()
         _raise_failure(loop)
-        loop.engine.weights.export(config.output / "model")
         loop.engine.weights.export_adapters(config.output / "adapter")
+        loop.engine.weights.export(config.output / "model")  # last: a sweep takes a run with it for done
         if loop.rank0 is not None:
             loop.rank0.callbacks.tell("on_run_end", loop.step, loop.step)
             loop.rank0.output.finish()

@@ -13,16 +13,18 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from tepo_megatron.config import RunConfig
@@ -139,7 +141,7 @@ class SweepRun:
 
     @property
     def is_done(self) -> bool:
-        """The export is a run's last action."""
+        """The model is the last that a run writes but for its curves."""
         return (self.folder / "model").is_dir()
 
 
@@ -181,9 +183,17 @@ def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
         if folder.name in result:
             raise ValueError(f"two runs would be in the folder {folder.name}; name the choices of the axes differently")
         settings = [setting for axis, name in choices.items() for setting in sweep.axes[axis][name]]
-        overrides = (*sweep.overrides, *settings, f"seed={seed}", f"output={folder}")
+        overrides = (*sweep.overrides, *settings, f"seed={seed}", f"output={_as_yaml(str(folder))}")
         result[folder.name] = SweepRun(choices, seed, folder, overrides)
     return list(result.values())
+
+
+def _as_yaml(text: str) -> str:
+    """Quoted if an override would read something else."""
+    with suppress(yaml.YAMLError):
+        if "${" not in text and yaml.safe_load(text) == text:
+            return text
+    return json.dumps(text.replace("${", r"\${"), ensure_ascii=False)
 
 
 def shard(runs: Sequence[SweepRun], part: str | None) -> list[SweepRun]:
@@ -265,14 +275,15 @@ class SweepResults:
             for seed, figures in seeds.items()
         ]
         folder.mkdir(parents=True, exist_ok=True)
-        page, table, record = (folder / f"sweep.{kind}" for kind in ("md", "csv", "json"))
-        page.write_text(markdown(*self.table()), encoding="utf-8")
-        with table.open("w", encoding="utf-8", newline="") as file:
-            out = csv.DictWriter(file, [*self._axes, "seed", *self._figures])
-            out.writeheader()
-            out.writerows(records)
-        record.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-        return [page, table, record]
+        with tempfile.TemporaryDirectory(dir=folder) as made:  # the jobs of an array write the same files
+            page, table, record = (Path(made) / f"sweep.{kind}" for kind in ("md", "csv", "json"))
+            page.write_text(markdown(*self.table()), encoding="utf-8")
+            with table.open("w", encoding="utf-8", newline="") as file:
+                out = csv.DictWriter(file, [*self._axes, "seed", *self._figures])
+                out.writeheader()
+                out.writerows(records)
+            record.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+            return [path.replace(folder / path.name) for path in (page, table, record)]
 
 
 @dataclass(frozen=True)
@@ -348,9 +359,14 @@ class Sweep:
         return f"; about {duration(seconds_left(took, running, missing - len(running), self._jobs))} left"
 
     def _one(self, run: SweepRun) -> _RunEnd:
-        log = run.folder.parent / "logs" / f"{run.name}.log"
+        try:
+            return self._attempt(run, run.folder.parent / "logs" / f"{run.name}.log")
+        except OSError as error:
+            return _RunEnd(run, "failed", str(error))
+
+    def _attempt(self, run: SweepRun, log: Path) -> _RunEnd:
         log.parent.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
+        start, printed = time.monotonic(), 0
         for _ in range(self._sweep.attempts):
             if self.stopped_by is not None:
                 return _RunEnd(run, "stopped")
@@ -358,11 +374,12 @@ class Sweep:
                 RunLock.check_free(run.folder)
             except ValueError as error:
                 return _RunEnd(run, "failed", str(error))
+            printed = log.stat().st_size if log.exists() else 0
             if self._start(run, log) == 0 and run.is_done:
                 return _RunEnd(run, "done", seconds=time.monotonic() - start)
             if self.stopped_by is not None:
                 return _RunEnd(run, "stopped")
-        return _RunEnd(run, "failed", f"{_error(log)} ({log})")
+        return _RunEnd(run, "failed", f"{_error(log, printed)} ({log})")
 
     def _start(self, run: SweepRun, log: Path) -> int:
         command = [sys.executable, "-m", "tepo_megatron", "train", str(self._sweep.run), *run.overrides, "train.resume=auto"]
@@ -399,13 +416,17 @@ class Sweep:
 
 def _last_figures(run: SweepRun) -> str:
     path = run.folder / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
+    try:
+        rows = read_metrics(path) if path.is_file() else []
+    except ValueError:
+        return ""  # the table names the damaged file
     evaluated = [row for row in rows if row.get("accuracy/greedy") is not None]
     if not evaluated:
         return ""
     return f", accuracy/greedy {evaluated[-1]['accuracy/greedy']:.3f} at step {evaluated[-1]['step']}"
 
 
-def _error(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+def _error(log: Path, start: int) -> str:
+    """``start``: the byte at which the last attempt's output begins."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()[-_LAST_LINES:]
     return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")

@@ -47,6 +47,15 @@ def test_every_choice_that_is_not_left_out_meets_every_seed_and_the_runs_have_th
     assert [run.name for run in runs_of(sweep)] == ["tepo-low-seed0", "tepo-high-seed0", "grpo-low-seed0"]
 
 
+@pytest.mark.parametrize("name", ["exp #1", "a: b", "[x]", "${HOME}", "!x", "'", "plain", "%s*&"])
+def test_a_run_goes_into_its_folder_whatever_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = read_sweep(write(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for root in (Path(name), tmp_path / name):
+        (run,) = runs_of(sweep, root)
+        assert load_run(sweep.run, run.overrides).output == root / "seed0"
+
+
 def test_settings_are_shown_as_they_are_written(tmp_path: Path) -> None:
     layers, name = "data.filter=[unique]", "name='[red]'"
     path = write(tmp_path, axes={"a": {"both": [layers, name]}})
@@ -129,6 +138,36 @@ def test_each_line_counts_what_ended_and_only_the_last_has_nothing_left(
     assert [one.outcome for one in Sweep(sweep, runs_of(sweep), say=said.append, jobs=2).run()] == ["done"] * 3
     assert [line.partition(" ")[0] for line in said[1:]] == ["[1/3]", "[2/3]", "[3/3]"]
     assert [" left" in line for line in said[1:]] == [True, True, False]
+
+
+def test_a_damaged_file_or_folder_of_one_run_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "out = pathlib.Path(next(each for each in sys.argv if each.startswith('output=')).partition('=')[2])\n"
+        "(out / 'model').mkdir(parents=True)\n"
+        "(out / 'metrics.jsonl').write_text('damaged\\n' if out.name == 'seed0' else '')\n"
+    )
+    replace_python(monkeypatch, tmp_path, code)
+    sweep = read_sweep(write(tmp_path, seeds=[0, 1, 2]))
+    (tmp_path / "out/logs/seed1.log").mkdir(parents=True)  # it cannot be opened
+    lines: list[str] = []
+    ended = Sweep(sweep, runs_of(sweep), say=lines.append).run()
+    assert [one.outcome for one in ended] == ["done", "failed", "done"]
+    assert "seed1.log" in ended[1].said
+    assert [line.partition(" ")[0] for line in lines[1:]] == ["[1/3]", "[2/3]", "[3/3]"]
+
+
+def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "marker"
+    code = (
+        f"marker = pathlib.Path({str(marker)!r})\n"
+        "print('error: the second' if marker.exists() else 'error: the first')\n"
+        "marker.touch()\n"
+        "sys.exit(1)\n"
+    )
+    replace_python(monkeypatch, tmp_path, code)
+    sweep = read_sweep(write(tmp_path, attempts=2))
+    (ended,) = Sweep(sweep, runs_of(sweep), say=lambda line: None).run()
+    assert ended.said.startswith("error: the second (")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +260,21 @@ def test_tables_are_of_what_is_done(tmp_path: Path) -> None:
     found = [(one["objective"], one["seed"], float(one["accuracy/greedy"])) for one in read]
     assert found == [("tepo", "0", 0.5), ("tepo", "1", 0.7), ("grpo", "0", 0.6)]
     assert "| tepo | low | 2 | 0.600 ± 1.271 |" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
+
+
+def test_tables_that_cannot_be_written_leave_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = read_sweep(write(tmp_path))
+    results = SweepResults(sweep, runs_of(sweep))
+    before = {path: path.read_bytes() for path in results.write(tmp_path)}
+
+    def full_disk(*args: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(csv.DictWriter, "writeheader", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        results.write(tmp_path)
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path.name for path in tmp_path.glob("sweep.*")} == {"sweep.yaml", "sweep.md", "sweep.csv", "sweep.json"}
 
 
 @pytest.mark.parametrize("name", ["tiny", "stack_machine", "overhead"])
