@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_896,
-    "tests, lines": 44_717,
-    "docs and docstrings, words": 109_972,
+    "package, lines": 52_923,
+    "tests, lines": 44_769,
+    "docs and docstrings, words": 109_993,
     "public classes and functions": 772,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -53,8 +53,8 @@ class Loop:
         self.rollback = Rollback(self.config.train)
 
     def run(self) -> None:
-        """Every rank calls. Signals, and errors of sampling, rewards and evaluation, are raised on all ranks once unsaved steps
-        are saved.
+        """Every rank calls. Signals, and errors of sampling, rewards, checks and evaluation, are raised on all ranks once unsaved
+        steps are saved.
         """
         try:
             self.run_steps()
@@ -101,8 +101,8 @@ class Loop:
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
-            self.on_root(lambda rank0: rank0.checks.check_rollouts(self.step, scored, rank0.collector.rollouts))
-        self.safe_point(unless=self.stopping.update_fits)  # a step is dropped if its updates take too long
+        # A step is dropped if its updates take too long.
+        self.checked(lambda rank0: rank0.check_rollouts(self.step, scored), unless=self.stopping.update_fits)
         with self.phase("update"), self.stopping.timed_update():
             passes = scored * self.config.train.epochs_per_batch  # in one order: a part keeps the micro-batches of its scores
             updates = [engine.update(part, last=number == len(passes)) for number, part in enumerate(passes, start=1)]
@@ -162,7 +162,7 @@ class Loop:
             engine.offload()
             if self.from_root(lambda rank0: rank0.servers.revive_or_wake(died)):
                 return False
-            return prompt is None or not self.from_root(lambda rank0: rank0.check_canary(self.step, prompt, logprobs))
+            return prompt is None or not self.checked(lambda rank0: rank0.check_canary(self.step, prompt, logprobs))
 
     def onload_trainer(self) -> None:
         if self.from_root(lambda rank0: rank0.servers.sleep()):
@@ -220,29 +220,36 @@ class Loop:
         return contextlib.nullcontext()
 
     def with_servers(self, work: Callable[[Rank0], _T | None]) -> _T | None:
-        """Other ranks return None. If a server dies, revives and updates it, and repeats the work. Raises _WorkFailed on every
-        rank if the work fails.
-        """
+        """Other ranks return None. If a server dies, revives and updates it, and repeats the work; like ``checked``."""
         results: list[_T | None] = []
+
+        def attempt(rank0: Rank0) -> bool:
+            result, stale = rank0.servers.run_or_revive(lambda: work(rank0))
+            results.append(result)
+            return stale
+
+        while self.checked(attempt):
+            self.servers_are_new = True
+            self.update_weights()
+        return results[-1] if results else None
+
+    def checked(self, work: Callable[[Rank0], _T], *, unless: Callable[[], bool] = bool) -> _T | None:
+        """Like ``from_root``. Raises _WorkFailed on every rank if the work fails."""
         errors: list[RuntimeError | ValueError] = []
 
-        def attempt(rank0: Rank0) -> bool | str:
+        def attempt(rank0: Rank0) -> tuple[_T | None, str | None]:
             try:
-                result, stale = rank0.servers.run_or_revive(lambda: work(rank0))
+                return work(rank0), None
             except (RuntimeError, ValueError) as error:
                 if not is_ours(error):
                     raise
                 errors.append(error)
-                return str(error)
-            results.append(result)
-            return stale
+                return None, str(error)
 
-        while stale := self.from_root(attempt):
-            if isinstance(stale, str):
-                raise _WorkFailed(errors[0] if errors else RuntimeError(stale))
-            self.servers_are_new = True
-            self.update_weights()
-        return results[-1] if results else None
+        answer, problem = self.from_root(attempt, unless=unless) or (None, None)
+        if problem is not None:
+            raise _WorkFailed(errors[0] if errors else RuntimeError(problem))
+        return answer
 
     def on_root(self, work: Callable[[Rank0], _T]) -> _T | None:
         return None if self.rank0 is None else work(self.rank0)

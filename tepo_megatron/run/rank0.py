@@ -168,6 +168,13 @@ class Rank0:
             self.collector.published(version)
         return died
 
+    def check_rollouts(self, step: int, scored: Sequence[Batch]) -> None:
+        try:
+            self.checks.check_rollouts(step, scored, self.collector.rollouts)
+        except RuntimeError:
+            self.collector.refuse(step)
+            raise
+
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Returns whether a server died; it is revived with stale weights."""
         sampler, is_logged = self.servers.sampler, self.output.last_step == step

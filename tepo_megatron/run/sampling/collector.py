@@ -264,6 +264,11 @@ class RolloutCollector:
         self._buffer.drop_step(step)
         self._collected_step = -1
 
+    def refuse(self, step: int) -> None:
+        """No resumed run takes what the servers drew since the last step."""
+        self._journal.refuse(step)
+        self._store.keep_only(())
+
     def go_back(self) -> None:
         self._buffer.forget()
         self._collected_step, self._figures, self._has_gone_back = -1, {}, True

@@ -124,6 +124,14 @@ class Journal:
                 self._keep_record(path)
                 self._prune()
 
+    def refuse(self, step: int) -> None:
+        """Puts the entry aside."""
+        path = record_path(self.folder, step)
+        with self.reporting(path):
+            if path.exists():
+                aside = path.replace(path.with_suffix(".refused"))
+                self._say(f"step {step}: its rollouts were refused, and no resumed run takes them: {aside}")
+
     def _prune(self) -> None:
         """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``: the newest checkpoint may be damaged."""
         oldest = min(map(step_of, checkpoints(self._config.output / "checkpoints")), default=0)

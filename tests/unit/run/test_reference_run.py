@@ -15,6 +15,7 @@ from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.protocol import Task
 from tests.support.fake_sampling import Killed
+from tests.support.reference_sampler import ReferenceSampler
 
 SHARED = {"rollout.server.placement": "colocated"}
 PLACEMENTS = pytest.mark.parametrize("placement", [{}, SHARED], ids=["own GPUs", "shared GPUs"])
@@ -255,6 +256,57 @@ def test_steps_before_an_error_of_the_rewards_are_saved(max_failed: float, refer
     assert "an error ends the run: saved step_000002; continue with the same command and --resume" in run.said
     gone.unlink()
     assert reference_run(settings, reward=judge).run().digest == whole.digest
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "filters": {"rollout.filter_groups": {"max_batches": 9}},
+    "partial": {"rollout.partial": True, "rollout.oversample": 2.0, "rollout.uncorrected": True},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_rollouts_that_were_refused_are_drawn_again_after_a_resume(
+    kind: str, reference_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps before are saved. What the condemned servers drew ahead is not trained on either."""
+    settings = {"train": {"steps": 5, "save_every": 0, "resume": "auto"}, **REFUSED[kind]}
+    whole = reference_run({**settings, "output": str(tmp_path / "whole")}).run()
+    draw_token = ReferenceSampler.draw_token
+
+    def draw_wrongly(self: Any, draw: Any, sampling: Any) -> Any:
+        result = draw_token(self, draw, sampling)
+        if self._version.step in (1, 2):
+            draw.logprobs[-1] -= 9
+        return result
+
+    run = reference_run(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceSampler, "draw_token", draw_wrongly)
+        with pytest.raises(RuntimeError, match="not drawn from the trainer's policy"):
+            run.run()
+    assert run.noted("save ", "row ")[-1] == run.noted("row ")[-1].replace("row", "save")
+    assert any("its rollouts were refused" in text for text in run.said)
+    resumed = reference_run(settings).run()
+    assert resumed.noted("row ")[-1] == "row 5"
+    assert resumed.digest == whole.digest
+
+
+def test_steps_before_a_failed_canary_are_saved(reference_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt_logprobs = ReferenceSampler.prompt_logprobs
+
+    def answer_wrongly(self: Any, prompt: Any) -> Any:
+        shift = 9.0 if self._version.step == 2 else 0.0
+        return {url: [value - shift for value in values] for url, values in prompt_logprobs(self, prompt).items()}
+
+    settings = {"train": {"steps": 3, "save_every": 0, "resume": "auto"}}
+    run = reference_run(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceSampler, "prompt_logprobs", answer_wrongly)
+        with pytest.raises(RuntimeError, match="do not compute the same"):
+            run.run()
+    assert run.noted("save ", "row ") == ["row 0", "row 1", "save 2"]
+    assert reference_run(settings).run().noted("row ") == ["row 2", "row 3"]
 
 
 def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(reference_run: Any) -> None:
