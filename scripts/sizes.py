@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_923,
-    "tests, lines": 44_769,
-    "docs and docstrings, words": 109_993,
+    "tests, lines": 44_775,
+    "docs and docstrings, words": 110_006,
     "public classes and functions": 772,
     "modules": 273,
     "modules below 60 lines": 40,

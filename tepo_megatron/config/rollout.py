@@ -276,7 +276,7 @@ class _CanaryConfig(Section):
     """Stops the run if servers score a prompt after a weight sync, or rollouts, unlike the trainer."""
 
     every: NonNegativeInt = 1
-    """Weight syncs between checks; rollouts are always checked. 0: never."""
+    """Weight syncs between checks; rollouts: every step. 0: never."""
 
     tolerance: PositiveFloat | None = None
     """Largest difference of a token's log-prob, in nats. Default: by coarser dtype (docs/reference/numerics.md)."""

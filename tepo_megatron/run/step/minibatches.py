@@ -77,7 +77,7 @@ def _rollout_figures(batch: Batch) -> dict[str, float]:
     figures = {
         "reward/mean": float(batch.rewards_S.mean()),
         "reward/std": float(batch.rewards_S.std(unbiased=False)),
-        "response_len/mean": responses / batch.num_sequences,
+        "response_len/mean": responses / max(1, len(batch.trained_sequences)),
         "response_tokens": responses,
         "groups/zero_variance": float((highest == lowest).float().mean()),
     }

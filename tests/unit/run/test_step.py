@@ -156,6 +156,12 @@ def test_a_second_pass_skips_the_mini_batches_of_the_first() -> None:
     assert entries[4][0]["rollouts"] == entries[4][1]["rollouts"] != entries[4][2]["rollouts"]
 
 
+def test_masked_responses_do_not_shorten_the_mean_length() -> None:
+    cut = replace(rollout("p0", 0, 0.0, (4, 5, 6, 7)), finish_reason="length")
+    row = summarize(pack([*rollouts(2), cut], mask_truncated=True), [MADE])
+    assert (row["response_len/mean"], row["response_tokens"]) == (2, 4)
+
+
 def test_skipped_steps_are_counted_and_in_no_mean() -> None:
     row = summarize(pack(rollouts(4)), [SKIPPED, MADE, SKIPPED])
     made = summarize(pack(rollouts(4)), [MADE])
