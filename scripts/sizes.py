@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_923,
     "tests, lines": 44_775,
-    "docs and docstrings, words": 110_006,
+    "docs and docstrings, words": 109_912,
     "public classes and functions": 772,
     "modules": 273,
     "modules below 60 lines": 40,
