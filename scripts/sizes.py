@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_923,
-    "tests, lines": 44_775,
+    "package, lines": 52_951,
+    "tests, lines": 44_810,
     "docs and docstrings, words": 109_912,
-    "public classes and functions": 772,
+    "public classes and functions": 773,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

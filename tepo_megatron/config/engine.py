@@ -242,6 +242,8 @@ class EngineConfig(Section):
                 yield f"{recipe} needs Transformer Engine's layers on a GPU, but {instead}; leave it out, or set layers = te"
             if exchange != "p2p":
                 yield f"parallel.cp_comm_type = {exchange} is Transformer Engine's, and {instead} gathers keys; leave it out"
+        if self.fp8.recipe == "delayed" and (again := {"moe_act", "layernorm"}.intersection(self.recomputed)):
+            yield f"recompute_modules = {', '.join(sorted(again))} with {recipe}, which Megatron-Core lacks; leave it out"
         if cp > 1 and self.fp8.recipe in ("delayed", "tensorwise"):
             yield (
                 f"parallel.cp = {cp} with {recipe}: a token of padding may have the value that scales the tensor; set "

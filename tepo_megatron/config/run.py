@@ -218,6 +218,12 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
             f"{sequences} rollouts a step cannot fill train.minibatches = {run.train.minibatches} on engine.parallel.dp = "
             f"{parallel.dp} ranks{group}; raise rollout.prompts_per_step or samples_per_prompt, or lower train.minibatches"
         )
+    has_te = run.engine.layers == "te" or (run.engine.layers == "auto" and run.engine.platform == "cuda")
+    if parallel.cp > 1 and dtype == "float32" and has_te:
+        yield (
+            f"engine.parallel.cp = {parallel.cp} with model.dtype = float32, for which Transformer Engine has no attention; "
+            "set model.dtype = bfloat16, or engine.layers = local"
+        )
     if fp8.enabled and dtype != "bfloat16":
         yield f"engine.fp8.recipe = {fp8.recipe} with model.dtype = {dtype}: FP8 layers take bfloat16; set that"
     if fp8.enabled and run.model.lora is not None:

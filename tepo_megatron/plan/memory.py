@@ -167,6 +167,9 @@ class TrainingRanks:
         if (copies := self.step_copies(owned)) > activations + logits + transient:
             activations, logits, transient = 0, 0, copies
         heads, layers = self._teacher_bytes(stage)
+        if config.engine.fp8.enabled:
+            copies_of = [_FP8_COPIES * split.in_layers(stage).total for split in self.teachers]
+            layers = [size + copies for size, copies in zip(layers, copies_of, strict=True)]
         return RankMemory(
             weights=b * (count + adapters) + self._fp8_copies(stage),
             gradients=4 * trained.total,

@@ -53,8 +53,8 @@ class Loop:
         self.rollback = Rollback(self.config.train)
 
     def run(self) -> None:
-        """Every rank calls. Signals, and errors of sampling, rewards, checks and evaluation, are raised on all ranks once unsaved
-        steps are saved.
+        """Every rank calls. Signals, and errors of sampling, rewards, checks and evaluation, are raised on all ranks once
+        unsaved steps are saved.
         """
         try:
             self.run_steps()

@@ -17,7 +17,7 @@ from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.model import Layers, fused_head
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder
-from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages
+from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages, drop_fp8_copies
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import check_trainer_split
 
@@ -33,6 +33,7 @@ class _Teacher:
         """Every rank calls. Raises ValueError for another model than ``check_config`` accepts."""
         spec = read_model_spec(folder)
         settings = {"parallel": config.engine.parallel.even, "head": "fused", "recompute": "none"}
+        settings["fp8"] = config.engine.fp8.model_copy(update={"params": False})  # weights in FP8 cannot leave the GPU
         engine = config.engine.model_copy(update=settings)
         fp8.check_model(engine.fp8, spec, engine.parallel)
         model = config.model.model_copy(update={"lora": None, "shards": None})
@@ -58,6 +59,8 @@ class _Teacher:
             head = self.head
             held = (param.detach() for chunk in self.chunks for param in chunk.parameters())
             self.layers.offload(param for param in held if head is None or param.data_ptr() != head.data_ptr())
+            for chunk in self.chunks:
+                drop_fp8_copies(chunk)
             torch.cuda.empty_cache()
 
     def score(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:

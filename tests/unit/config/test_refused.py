@@ -16,6 +16,7 @@ BIAS, AUX = "engine.moe_balance.kind=expert_bias", "engine.moe_balance.kind=aux_
 DOCKER, LOCAL, IMAGE = "cluster.executor=docker", "cluster.executor=local", "cluster.container=a"
 REDUCE = "engine.overlap_grad_reduce=true"
 MXFP8 = ["engine.fp8.recipe=mxfp8", "engine.fp8.params=true", "optimizer.distributed=true", "model.dtype=bfloat16"]
+AGAIN = ["engine.recompute=selective", "engine.recompute_modules=[layernorm]", "model.dtype=bfloat16"]
 DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"]
 
 
@@ -122,6 +123,8 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("engine.recompute_modules=[mlp]", "recompute_modules = ['mlp'] does nothing with recompute = none"),
         (["engine.recompute=full", "engine.recompute_modules=[mlp]"], "does nothing with recompute = full"),
         (["engine.recompute=selective", "engine.recompute_modules=[]"], "computes nothing again; set recompute = none"),
+        ([*AGAIN, "engine.fp8.recipe=delayed"], "recompute_modules = layernorm with fp8.recipe = delayed, which Megatron-Core"),
+        (["engine.parallel.cp=2", "engine.layers=te", "model.dtype=float32"], "for which Transformer Engine has no attention"),
         (["engine.recompute=selective", "engine.recompute_modules=[norms]"], 'got "norms"; allowed: "core_attn", "mlp"'),
     ],
 )

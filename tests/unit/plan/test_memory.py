@@ -277,6 +277,9 @@ def test_teachers_on_the_ranks_are_counted() -> None:
     assert judged.time.score == pytest.approx(2 * alone.time.score, rel=0.01)
     hosts = [one.hosts[0] for one in (alone, judged)]
     assert hosts[1].teachers - hosts[0].teachers > judged.worst.weights / 2
+    fp8 = plan(distill, f"teachers.big.path={alone.config.model.path}", "engine.fp8.recipe=tensorwise")
+    assert fp8.worst.teachers > judged.worst.teachers
+    assert fp8.hosts == judged.hosts, "copies in FP8 are dropped"
     served = plan(
         "objective.distill.coefficient=1",
         "teachers.big={path: Llama-3.3-70B-Instruct, place: server, server: {placement: external, registry: /r}}",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tepo_megatron.config import EngineConfig, RunConfig
-from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.architecture import Experts, ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel
 from tests.support.launch import run_dist
 
@@ -42,17 +44,26 @@ def look(rank: int, world: int) -> dict[str, Any]:
         return {
             "fuses": [fusing(build(cpu, ranks, model={"lora": lora})) for lora in (None, {"rank": 2})],
             "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks).named_parameters()},
+            "router": device_of_a_router(cpu, ranks),
             "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
             "timeout": parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options._timeout,
         }
 
 
-def build(cpu: Any, ranks: Any, **sections: Any) -> Any:
+def device_of_a_router(cpu: Any, ranks: Any) -> str:
+    spec = replace(SPEC, architecture="MixtralForCausalLM", experts=Experts(4, 2, renormalize=True))
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("meta")):
+        model = build(cpu, ranks, spec=spec)
+    (device,) = {str(param.device) for name, param in model.named_parameters() if name.endswith("router.weight")}
+    return device
+
+
+def build(cpu: Any, ranks: Any, spec: ModelSpec = SPEC, **sections: Any) -> Any:
     from tepo_megatron.trainer.megatron.model.model import LOCAL
     from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 
     run = RunConfig.model_validate({**sections, "model": {"dtype": "float32", **sections.get("model", {})}})
-    return PolicyBuilder(run, SPEC, Path(), cpu, LOCAL, ranks, ())._chunks()[1][0]
+    return PolicyBuilder(run, spec, Path(), cpu, LOCAL, ranks, ())._chunks()[1][0]
 
 
 def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
@@ -101,6 +112,11 @@ def test_parameters_are_where_the_bridge_looks_for_them(seen: dict[str, Any]) ->
 def test_megatrons_groups_wait_as_long_as_the_world(seen: dict[str, Any]) -> None:
     """The watch must report a rank that hangs before a group gives up; Megatron's own limit is 30 minutes."""
     assert seen["timeout"] == timedelta(hours=2)
+
+
+def test_a_router_is_where_the_other_weights_are(seen: dict[str, Any]) -> None:
+    """Megatron moves it in the first forward pass, after the optimizer and the digests have met it."""
+    assert seen["router"] == "meta"
 
 
 def test_linears_that_can_add_to_gradients_in_fp32_do_so_without_apex_unless_there_are_adapters(seen: dict[str, Any]) -> None:

@@ -190,6 +190,19 @@ def test_attention_that_holds_all_scores_is_warned_of(
     monkeypatch.setitem(sys.modules, "flash_attn", module if flash_attn else None)
     with pytest.warns(UserWarning, match="install flash-attn") if warns else contextlib.nullcontext():
         assert model.Layers.choose(EngineConfig(), CUDA).kind == "te"
+    with pytest.raises(ValueError, match=r"or set engine\.parallel\.cp to 1") if warns else contextlib.nullcontext():
+        model.Layers.choose(EngineConfig(parallel=ParallelConfig(cp=2)), CUDA)
+
+
+@pytest.mark.parametrize(("te", "fits"), [("2.9.0", False), ("2.10.0", True), (None, True)])
+def test_an_exchange_that_the_installed_transformer_engine_lacks_is_refused(
+    te: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(Packages, "installed", lambda: Packages(te=te))
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"2\.10 or newer, and 2\.9\.0 is installed"):
+        model.Layers.choose(EngineConfig(parallel=ParallelConfig.model_validate(A2A)), CUDA)
 
 
 @pytest.mark.slow

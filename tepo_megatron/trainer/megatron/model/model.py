@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -144,6 +145,9 @@ def build_model(
     )
     if head == "fused" and model.post_process:
         model.output_layer = _FusedHead(model.output_layer)
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and not module.weight.is_meta:  # Megatron makes it in host memory
+            module.to(torch.cuda.current_device())
     return model
 
 
@@ -223,7 +227,17 @@ class Layers:
         capability = torch.cuda.get_device_capability(platform.device)
         fp8.check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
         fp8.ask_transformer_engine(config.fp8)
+        if config.parallel.cp_comm_type == "a2a" and packages.te is not None and Version(packages.te) < Version("2.10"):
+            raise ValueError(
+                "engine.parallel.cp_comm_type = a2a exchanges packed sequences with Transformer Engine 2.10 or newer, and "
+                f"{packages.te} is installed; upgrade it, or leave the field out"
+            )
         if capability < (9, 0) and importlib.util.find_spec("flash_attn") is None:
+            if config.parallel.cp > 1:
+                raise ValueError(
+                    f"engine.parallel.cp = {config.parallel.cp} needs flash-attn on a GPU of compute capability "
+                    f"{capability[0]}.{capability[1]}, and it is not installed; install it, or set engine.parallel.cp to 1"
+                )
             warnings.warn(
                 f"this GPU has compute capability {capability[0]}.{capability[1]}: Transformer Engine takes cuDNN's attention "
                 "for packed sequences from 9.0, and flash-attn is not installed, so that the attention of a sequence of T "

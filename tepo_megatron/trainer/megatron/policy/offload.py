@@ -108,10 +108,10 @@ class Offloader:
             held = chain.from_iterable(adam_tensors(inner.optimizer) for inner in OptimizerStates(self._policy.optimizer).inner)
             state = (tensor for tensor in held if _identity(tensor) not in weights)
             self._state.offload(chain(state, _parameters(self._frozen)))
-            _drop_copies(self._frozen)
+            drop_fp8_copies(self._frozen)
         if "weights" in leaving:
             self._weights.offload(_parameters(self._model))
-            _drop_copies(self._model)
+            drop_fp8_copies(self._model)
         self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
         if leaving and self._on_gpu:
             torch.cuda.empty_cache()
@@ -134,7 +134,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
     return (param.detach() for param in model.parameters())
 
 
-def _drop_copies(model: torch.nn.Module) -> None:
+def drop_fp8_copies(model: torch.nn.Module) -> None:
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
 
