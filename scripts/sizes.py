@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_951,
     "tests, lines": 44_810,
-    "docs and docstrings, words": 109_912,
+    "docs and docstrings, words": 109_923,
     "public classes and functions": 773,
     "modules": 273,
     "modules below 60 lines": 40,

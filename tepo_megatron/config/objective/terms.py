@@ -33,8 +33,8 @@ class _KLTerm(ObjectiveSection):
     """Computed from d = log π_θ − log q of a token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
 
     against: Literal["old", "reference", "teacher"] = "old"
-    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights; ``teacher`` that of
-    ``teachers``.
+    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights (LoRA: without adapters);
+    ``teacher`` that of ``teachers``.
     """
 
     weight: Literal["importance", "none"] = "none"
@@ -106,8 +106,8 @@ class KL(_KLTerm):
     """Factor of the KL; 0.04 is the GRPO paper's."""
 
     against: Literal["old", "reference", "teacher"] = "reference"
-    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights; ``teacher`` that of
-    ``teachers``.
+    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights (LoRA: without adapters);
+    ``teacher`` that of ``teachers``.
     """
 
 
