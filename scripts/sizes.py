@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_951,
-    "tests, lines": 44_810,
-    "docs and docstrings, words": 109_923,
+    "package, lines": 52_962,
+    "tests, lines": 44_835,
+    "docs and docstrings, words": 109_922,
     "public classes and functions": 773,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -58,7 +58,9 @@ def write_report(
     damaged file, or no metric matches.
     """
     runs = [Run.read(name, folder) for name, folder in Run.find(paths).items()]
-    goes_on = any(run.goes_on for run in runs)
+    alone = {path.parent if path.name == "metrics.jsonl" else path for path in paths}
+    in_sweep = [run for run in runs if run.folder not in alone]  # between two of these none goes on
+    goes_on = any(run.goes_on for run in runs) or (refresh > 0 and any(run.wrote_lately for run in in_sweep))
     figures = _runs_data(runs, title, metrics, refresh if goes_on else 0)
     samples = _samples_data(runs, most_samples, megabytes)
     text = _render(figures["title"], figures, samples)
@@ -99,7 +101,8 @@ def _digest(text: str) -> str:
 def _runs_data(runs: Sequence[Run], title: str, metrics: Sequence[str], refresh: int) -> dict[str, Any]:
     names = dict.fromkeys(key for run in runs for row in run.rows for key in row if key != "step")
     shown = [name for name in names if not metrics or any(fnmatchcase(name, item) for item in metrics)]
-    if metrics and names and not shown:
+    begins = any(run.goes_on and not any(row["step"] for row in run.rows) for run in runs)
+    if metrics and names and not shown and not begins:  # row 0 lacks most
         raise ValueError(f"no metric is called {' or '.join(metrics)}; there are {', '.join(sorted(names))}")
     groups = run_groups(runs)
     place = {index: number for number, (_, members) in enumerate(groups) for index in members}

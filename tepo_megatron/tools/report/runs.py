@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def _plain(value: str) -> str:
 
 Row = Mapping[str, Any]
 _MOST_HANG_TEXT = 20_000
-_BEGINS_S = 300.0  # a run without output may be starting its ranks for this long
+_BEGINS_S = 300.0  # a run without output, or a sweep's next one, may be starting its ranks for this long
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
 _AGO = re.compile(r",? [\d:.]+(?: s)? ago")
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
@@ -141,6 +142,13 @@ class Run:
             if files:
                 return sorted({item.parent for item in files}, key=_natural)
         return []
+
+    @property
+    def wrote_lately(self) -> bool:
+        files = (self.folder / "metrics.jsonl", self.folder / "resolved.yaml", *self.folder.glob("status/rank-*.json"))
+        with suppress(FileNotFoundError):  # it may be removed meanwhile
+            return time.time() - max((path.stat().st_mtime for path in files if path.is_file()), default=0.0) < _BEGINS_S
+        return True
 
     @property
     def faults(self) -> list[str]:

@@ -356,25 +356,50 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
     assert "holds no run" in invoke("report", tmp_path / "nothing", code=1).stderr
 
 
+def in_place_of_sleep(act: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: int, really: Callable[[float], None] = time.sleep) -> None:
+        (act if threading.current_thread() is threading.main_thread() else really)(seconds)
+
+    monkeypatch.setattr("tepo_megatron.cli.after_run.time.sleep", sleep)
+
+
 def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the run; while that goes on the page loads itself again; the last page does not."""
-    from tepo_megatron.tools.report import runs
-
     folder, page = tmp_path / "run", tmp_path / "run" / "report.html"
     states, seen = iter([True, True, False]), []
-    monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], next(states)))
+    state = "tepo_megatron.tools.report.runs.run_status"
+    monkeypatch.setattr(state, lambda folder: (["made up: so it stands"], next(states)))
 
-    def sleep(seconds: int, really: Callable[[float], None] = time.sleep) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            really(seconds)
-        elif not folder.exists():  # the command is there before the run
+    def sleep(seconds: int) -> None:
+        if not folder.exists():  # the command is there before the run
             write_run(folder, steps=2)
         else:
             seen.append((seconds, data(page, "figures")["refresh"]))
 
-    monkeypatch.setattr("tepo_megatron.cli.after_run.time.sleep", sleep)
+    in_place_of_sleep(sleep, monkeypatch)
     done = invoke("report", folder, "--watch", 7)
     assert seen == [(7, 7), (7, 7)]
     assert done.stderr == f"waits for a run in {folder}\n"
     assert data(page, "figures")["refresh"] == 0
     assert [line.count("which goes on") for line in done.stdout.splitlines()] == [1, 0]
+
+
+def test_watching_a_sweep_outlasts_the_time_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its first run there is only the row of the first evaluation, which lacks the requested metric."""
+    page, seen = tmp_path / "report.html", list[tuple[int, int, int]]()
+    monkeypatch.setattr("tepo_megatron.tools.report.runs.run_status", lambda folder: (["made up: so it stands"], not seen))
+    write_run(tmp_path / "a-seed0", steps=0)
+
+    def sleep(seconds: int) -> None:
+        figures = data(page, "figures")
+        seen.append((len(figures["runs"]), len(figures["metrics"]), figures["refresh"]))
+        if len(seen) < 3:
+            write_run(tmp_path / f"a-seed{len(seen) - 1}", steps=2)
+        else:
+            for path in tmp_path.glob("*/*"):
+                os.utime(path, (1e9, 1e9))
+
+    in_place_of_sleep(sleep, monkeypatch)
+    invoke("report", tmp_path, "--watch", 7, "--metrics", "grad_norm")
+    assert seen == [(1, 0, 7), (1, 1, 7), (2, 1, 7)]
+    assert data(page, "figures")["refresh"] == 0
