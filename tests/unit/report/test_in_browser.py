@@ -16,7 +16,7 @@ from tepo_megatron.run.metrics import read_metrics, read_tokens, token_file
 from tepo_megatron.tools.bench.chromium import NAMES, chromium
 from tepo_megatron.tools.report import runs, write_report
 from tepo_megatron.tools.sweep import Spread, area, points
-from tests.support.report_runs import HOSTILE, write_run
+from tests.support.report_runs import HOSTILE, PHASES, write_run
 
 pytestmark = [
     pytest.mark.slow,
@@ -142,6 +142,26 @@ def test_seeds_are_drawn_together_and_by_a_settings_value(page: Any, html: Path)
     assert "by=optimizer.lr" in page.evaluate("location.hash")
     page.evaluate("document.querySelector('.chip').click()")
     assert page.evaluate("compared().length") == 1
+
+
+def test_seeds_of_different_lengths_share_a_clock_and_a_mean_step(page: Any, tmp_path: Path) -> None:
+    """A slow one that stopped early, one that went on, and one that has only its first evaluation."""
+    steps_of, phases_of = [], []
+    for seed, steps, slower in ((0, 40, 10), (1, 80, 1), (2, 0, 1)):
+        path = write_run(tmp_path / "runs" / f"tepo-seed{seed}", steps=steps, seed=seed) / "metrics.jsonl"
+        rows = [{name: value * slower ** name.startswith("time/") for name, value in row.items()} for row in read_metrics(path)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        steps_of.append(np.array([row["time/step"] for row in rows]))
+        phases_of.append(np.array([sum(row[name] for name in row if name.removeprefix("time/") in PHASES) for row in rows]))
+    write_report([tmp_path / "runs"], tmp_path / "page.html")
+    page.open(tmp_path / "page.html", "tab=time&time=1")
+    assert f"{np.mean([seconds[1:].mean() for seconds in phases_of[:2]]):.1f} s" in texts(page, "tbody tr:first-child td")
+    slow, fast = steps_of[:2]
+    for metric in ("accuracy/greedy", "entropy/mean"):
+        line = page.evaluate(f"linesOf('{metric}')[0]")
+        assert line["x"] == sorted(line["x"])
+        clocks = np.cumsum(np.pad(slow, (0, 40), constant_values=slow[1:].mean())), np.cumsum(fast)
+        np.testing.assert_allclose(line["x"], np.mean(clocks, axis=0) / 3600, rtol=1e-5)
 
 
 def spread_of(found: dict[str, float]) -> list[float]:

@@ -41,6 +41,16 @@ function hours(run) {
   return run.hours;
 }
 
+/** Hours at rising steps, never falling: after its last row a run goes on at its mean pace. */
+function hoursAt(run, steps) {
+  const known = hours(run), pace = mean(ofSteps(run, 'time/step')) / 3600, end = run.x.length - 1;
+  let i = 0;
+  return steps.map((step) => {
+    while (i < end && run.x[i + 1] <= step) i += 1;
+    return known[i] + (i === end ? (step - run.x[i]) * pace : 0);
+  });
+}
+
 /** The lines of one metric; row 0, a start that would dwarf all steps, has no place among times. */
 function linesOf(metric) {
   return compared().map((each) => {
@@ -63,15 +73,15 @@ function lineOfGroup(runs, metric, first) {
   for (const run of runs) {
     run.x.forEach((step, i) => {
       if (step < first) return;
-      if (!steps.has(step)) steps.set(step, { values: [], hours: [] });
-      steps.get(step).hours.push(hours(run)[i]);
-      if (run.columns[metric][i] !== null) steps.get(step).values.push(run.columns[metric][i]);
+      if (!steps.has(step)) steps.set(step, []);
+      if (run.columns[metric][i] !== null) steps.get(step).push(run.columns[metric][i]);
     });
   }
   const rows = [...steps].sort((a, b) => a[0] - b[0]);
-  const each = (f) => rows.map(([, { values }]) => (values.length ? f(values) : null));
+  const each = (f) => rows.map(([, values]) => (values.length ? f(values) : null)), x = rows.map(([step]) => step);
+  const paced = runs.filter((run) => ofSteps(run, 'time/step').length), timed = (paced.length ? paced : runs).map((run) => hoursAt(run, x));
   return {
-    x: rows.map(([step, { hours }]) => (drawing.time ? mean(hours) : step)),
+    x: drawing.time ? x.map((_, at) => mean(timed.map((known) => known[at]))) : x,
     y: each(mean), low: each((values) => Math.min(...values)), high: each((values) => Math.max(...values)),
   };
 }

@@ -5,20 +5,23 @@ const MOST_RUNS_DRAWN = 24;
 
 const sum = (values) => values.reduce((whole, value) => whole + value, 0);
 
-function secondsOf(run, phase) {
-  const values = run.columns[`time/${phase}`] ?? [];
-  return run.x.map((step, i) => (step > 0 ? values[i] ?? 0 : 0));
+/** Rows of the steps whose time is known. */
+function timedRows(run) {
+  return run.x.map((step, i) => i).filter((i) => run.x[i] > 0 && (run.columns['time/step']?.[i] ?? null) !== null);
+}
+
+/** Mean seconds of each phase over these rows. */
+function meanSeconds(run, rows) {
+  return PHASES.map(([name]) => mean(rows.map((i) => run.columns[`time/${name}`]?.[i] ?? 0)));
 }
 
 /** Seconds by phase, in at most so many columns; each is the mean of its steps. [{from, to, seconds}] */
 function columnsOf(run) {
-  const rows = run.x.map((step, i) => i).filter((i) => run.x[i] > 0 && (run.columns['time/step']?.[i] ?? null) !== null);
-  const size = Math.max(1, Math.ceil(rows.length / MOST_COLUMNS));
-  const phases = PHASES.map(([name]) => secondsOf(run, name));
+  const rows = timedRows(run), size = Math.max(1, Math.ceil(rows.length / MOST_COLUMNS));
   const found = [];
   for (let at = 0; at < rows.length; at += size) {
     const part = rows.slice(at, at + size);
-    found.push({ from: run.x[part[0]], to: run.x[part[part.length - 1]], seconds: phases.map((values) => mean(part.map((i) => values[i]))) });
+    found.push({ from: run.x[part[0]], to: run.x[part[part.length - 1]], seconds: meanSeconds(run, part) });
   }
   return found;
 }
@@ -85,7 +88,8 @@ function meter(share) {
 }
 
 function timeRow(each) {
-  const means = PHASES.map(([name]) => mean(each.runs.map((run) => mean(secondsOf(run, name).filter((_, i) => run.x[i] > 0)) ?? 0)));
+  const timed = each.runs.filter((run) => timedRows(run).length).map((run) => meanSeconds(run, timedRows(run)));
+  const means = PHASES.map((_, at) => mean(timed.map((seconds) => seconds[at])) ?? 0);
   const whole = sum(means);
   const bar = el('div', { class: 'share' }, PHASES.map(([, colour], at) => {
     const part = el('span', { style: { 'background-color': colour } });
