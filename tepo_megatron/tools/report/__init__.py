@@ -104,6 +104,7 @@ def _runs_data(runs: Sequence[Run], title: str, metrics: Sequence[str], refresh:
     begins = any(run.goes_on and not any(row["step"] for row in run.rows) for run in runs)
     if metrics and names and not shown and not begins:  # row 0 lacks most
         raise ValueError(f"no metric is called {' or '.join(metrics)}; there are {', '.join(sorted(names))}")
+    packed = [name for name in names if name in shown or name.startswith(("time/", "idle/"))]  # for hours and the tab Time
     groups = run_groups(runs)
     place = {index: number for number, (_, members) in enumerate(groups) for index in members}
     return {
@@ -112,7 +113,7 @@ def _runs_data(runs: Sequence[Run], title: str, metrics: Sequence[str], refresh:
         "refresh": refresh,
         "metrics": shown,
         "groups": [{"label": label, "runs": members} for label, members in groups],
-        "runs": [{**_run_data(run, shown), "group": place[index]} for index, run in enumerate(runs)],
+        "runs": [{**_run_data(run, packed), "group": place[index]} for index, run in enumerate(runs)],
         "settings": compared([run.settings for run in runs]),
         "t": T_975,
     }

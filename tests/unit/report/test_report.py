@@ -324,7 +324,9 @@ def test_runs_of_different_settings_and_metrics_go_into_one_page(tmp_path: Path)
     figures = data(tmp_path / "page.html", "figures")
     assert (written.runs, figures["title"]) == (3, f"3 runs of {tmp_path.name}")
     assert sorted(figures["metrics"]) == ["loss", "reward/mean"]
-    assert [list(run["columns"]) for run in figures["runs"]] == [["loss"], ["reward/mean"], ["reward/mean"]]
+    columns = [[name for name in run["columns"] if "time/" not in name] for run in figures["runs"]]
+    assert columns == [["loss"], *[["idle/trainer", "idle/servers", "reward/mean"]] * 2]
+    assert "time/step" in figures["runs"][1]["columns"]  # the clock of every curve
     assert [run["group"] for run in figures["runs"]] == [0, 1, 1]
     assert {row["path"]: row["values"] for row in figures["settings"]}["optimizer.lr"] == ["0.0001", "5e-05", "5e-05"]
     with pytest.raises(ValueError, match=r"no metric is called nothing; there are .*, entropy/mean,"):
