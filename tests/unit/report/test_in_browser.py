@@ -204,6 +204,19 @@ def test_one_kind_stands_beside_another_seed_by_seed(page: Any, tmp_path: Path) 
     assert "nothing here to compare" in page.evaluate("document.getElementById('main').innerText")
 
 
+def test_accuracies_of_other_samples_are_not_compared(page: Any, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / "runs" / f"four-seed{seed}", steps=30, seed=seed)
+        settings = {"seed": seed, "evaluate": {"samples": 8}}
+        path = write_run(tmp_path / "runs" / f"eight-seed{seed}", steps=30, seed=seed, settings=settings) / "metrics.jsonl"
+        path.write_text(path.read_text().replace("@4", "@8"))
+    write_report([tmp_path / "runs"], tmp_path / "page.html")
+    page.open(tmp_path / "page.html", "tab=compare")
+    counts = dict(page.evaluate("comparedFigures().map(figure => [figure.name, against(figure, pairsOf(...compared())).n])"))
+    assert {name: n for name, n in counts.items() if "@" in name} == {"avg@4": 0, "avg@8": 0, "pass@4": 0, "pass@8": 0}
+    assert counts["greedy"] == 2
+
+
 def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: Any, html: Path) -> None:
     page.open(html, "tab=compare")
     ratio = "against({value: run => run.at, ratio: true, reached: true}, %s)"

@@ -17,14 +17,14 @@ function areaUnder(run, metric) {
   return area / (points[points.length - 1][0] - points[0][0]);
 }
 
-/** Compared figures, as FIGURES; `reached`: a number of steps to a value that may never be reached. */
+/** Compared figures, as usualFigures(); `reached`: a number of steps to a value that may never be reached. */
 function comparedFigures() {
   const least = reach(), chosen = see('figure');
   const own = [
     { name: `steps to ${number(100 * least)} %`, says: 'the first evaluation with that greedy accuracy', value: (run) => stepsTo(run, GREEDY, least), format: short, ratio: true, reached: true },
     { name: 'area', says: 'under the curve of greedy accuracy: its mean height', value: (run) => areaUnder(run, GREEDY), format: short },
   ];
-  const usual = FIGURES.map(([name, says, value, format, ratio]) => ({ name, says, value, format, ratio }));
+  const usual = usualFigures().map(([name, says, value, format, ratio]) => ({ name, says, value, format, ratio }));
   const more = DATA.metrics.includes(chosen) ? [{ name: chosen, says: 'its last value', value: (run) => last(run, chosen), format: short }] : [];
   return [...more, ...own, ...usual].filter(({ value }) => DATA.runs.some((run) => value(run) !== null));
 }

@@ -109,12 +109,7 @@ function legend(changed) {
   return el('div', { class: 'legend', role: 'group', 'aria-label': 'Runs; a click hides or shows one, with Shift it alone' }, chips);
 }
 
-const last = (run, name) => {
-  const metrics = Object.keys(run.columns).filter((metric) => isCalled(name, metric));
-  const ends = metrics.map((metric) => run.columns[metric].findLastIndex((value) => value !== null));
-  const end = Math.max(-1, ...ends);
-  return end < 0 ? null : run.columns[metrics[ends.indexOf(end)]][end];
-};
+const last = (run, metric) => (run.columns[metric] ?? []).findLast((value) => value !== null) ?? null;
 const best = (run, metric) => {
   const values = (run.columns[metric] ?? []).filter((value) => value !== null);
   return values.length ? Math.max(...values) : null;
@@ -122,13 +117,14 @@ const best = (run, metric) => {
 const ofSteps = (run, metric) => (run.columns[metric] ?? []).filter((value, i) => value !== null && run.x[i] > 0);
 
 const short = (value) => number(value, 3);
+/** Figures of an accuracy for each k: of other samples it is another figure. */
+const ofEachK = (name) => DATA.metrics.filter((metric) => isCalled(name, metric)).map((metric) => [metric.split('/')[1], 'held out, last', (run) => last(run, metric), short]);
 /** Name, explanation, value of a run, its format, and whether two runs are compared by ratio. */
-const FIGURES = [
+const usualFigures = () => [
   ['reward', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'reward/mean').slice(-10)), short],
   ['greedy', 'held out, last', (run) => last(run, 'accuracy/greedy'), short],
   ['best greedy', 'held out', (run) => best(run, 'accuracy/greedy'), short],
-  ['avg@k', 'held out, last', (run) => last(run, 'accuracy/avg@k'), short],
-  ['pass@k', 'held out, last', (run) => last(run, 'accuracy/pass@k'), short],
+  ...ofEachK('accuracy/avg@k'), ...ofEachK('accuracy/pass@k'),
   ['entropy', 'nats, mean of the last ten steps', (run) => mean(ofSteps(run, 'entropy/mean').slice(-10)), short],
   ['masked', 'of the last ten steps', (run) => mean(ofSteps(run, 'mask/fraction').slice(-10)), percent],
   ['grad norm', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'grad_norm').slice(-10)), short, true],
@@ -165,7 +161,7 @@ function stepsCell(runs) {
 }
 
 function overviewTab() {
-  const shown = FIGURES.filter(([, , value]) => DATA.runs.some((run) => value(run) !== null));
+  const shown = usualFigures().filter(([, , value]) => DATA.runs.some((run) => value(run) !== null));
   const rows = compared(true).map((each) => {
     const going = each.runs.filter((run) => run.goes_on).length, faults = each.runs.flatMap((run) => run.faults);
     return el('tr', {},
