@@ -95,6 +95,7 @@ def _response(row: Row, name: str = "") -> dict[str, Any]:
 
 def _group(run: int, kind: str, row: Row, responses: list[dict[str, Any]]) -> SampleGroup:
     texts = [str(row.get("prompt") or ""), *(response["text"] for response in responses)]
+    turns = [text for response in responses for _, text in response.get("turns", ())]
     return SampleGroup(
         run,
         kind,
@@ -103,7 +104,7 @@ def _group(run: int, kind: str, row: Row, responses: list[dict[str, Any]]) -> Sa
         prompt=texts[0],
         answer="" if row.get("answer") is None else str(row["answer"]),
         responses=responses,
-        cost=sum(map(len, texts)),
+        cost=sum(map(len, texts + turns)),
         source=str(row.get("set") or row.get("source") or ""),
     )
 

@@ -302,6 +302,18 @@ def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Any, tmp_path: Pa
     assert "1 running" in texts(page, ".bar .state span.good")[0]
 
 
+def test_samples_that_do_not_fit_are_not_called_missing(page: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2, groups=1, recorded=(2,))
+    tokens, text = "8 responses are recorded (training, token by token)", "40 responses are recorded (held out)"
+    limits: list[dict[str, Any]] = [{"megabytes": 0.001}, {"most_samples": 0}]
+    for options, starts in zip(limits, ([tokens], [tokens, text]), strict=True):
+        path = tmp_path / str(len(starts)) / "page.html"
+        write_report([folder], path, **options)
+        page.open(path, "tab=samples")
+        assert texts(page, ".hint") == [f"{start}, none fits: raise --size or --samples." for start in starts]
+        assert "No sample yet" not in page.evaluate("document.body.innerText")
+
+
 def test_of_3000_samples_only_those_in_sight_are_drawn(page: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recorded=range(1, 91), groups=5)
     written = write_report([folder], tmp_path / "page.html")

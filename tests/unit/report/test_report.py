@@ -159,7 +159,7 @@ def test_samples_of_training_are_together_by_their_group(tmp_path: Path) -> None
     first = {"text": "1 0", "reward": 1.0, "tokens": 3, "finish": "length", "version": 0, "components": {"short": 0.5}}
     assert groups[0].responses[0] == {**first, "turns": [["model", "a"], ["environment", "b"]]}
     assert groups[3].responses[1]["reward"] is None
-    assert groups[0].cost == len("1+1=") + 3 * len("1 0")
+    assert groups[0].cost == len("1+1=") + 3 * len("1 0") + len("ab")
 
 
 def decode(text: str, width: int) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -228,15 +228,17 @@ function setColour(name) {
 }
 
 function samplesTab() {
-  const some = SAMPLES.groups.length;
-  const hint = Object.keys(SAMPLES.tokens).length ? null : el('p', { class: 'hint' }, 'No per-token values were recorded. ', el('code', { class: 'mono', text: 'log.token_samples=8' }),
+  const some = SAMPLES.groups.length, { recorded } = SAMPLES;
+  const none = Object.keys(recorded).filter((kind) => recorded[kind] && !SAMPLES.groups.some((group) => group.kind === kind));
+  const tooLarge = none.map((kind) => el('p', { class: 'hint', text: `${recorded[kind]} responses are recorded (${KINDS[kind]}), none fits: raise --size or --samples.` }));
+  const hint = recorded.tokens ? null : el('p', { class: 'hint' }, 'No per-token values were recorded. ', el('code', { class: 'mono', text: 'log.token_samples=8' }),
     ' writes the tokens of eight groups of a step with their log-probs, entropies, advantages and masks, and this page colours them.', some ? ' Below are the samples as text.' : '');
-  if (!some) return el('div', {}, hint, el('p', { class: 'quiet', text: 'No sample yet. A run writes some at each evaluation (data.heldout, evaluate.show), and of training with log.train_samples.' }));
+  if (!some) return el('div', {}, hint, tooLarge.length ? tooLarge : el('p', { class: 'quiet', text: 'No sample yet. A run writes some at each evaluation (data.heldout, evaluate.show), and of training with log.train_samples.' }));
   finder.count = el('span', { class: 'quiet small' });
   finder.space = el('div', { class: 'space' });
   finder.list = el('div', { class: 'list', role: 'listbox', tabindex: 0, 'aria-label': 'Prompts', on: { scroll: drawList, keydown: listKey } }, finder.space);
   finder.detail = el('div', { class: 'detail', 'aria-live': 'off' });
-  const node = el('div', {}, hint, filterTools(), colourTools(),
+  const node = el('div', {}, hint, tooLarge, filterTools(), colourTools(),
     el('p', { class: 'small quiet', style: { 'margin-bottom': '8px' } }, finder.count, leftOut(), el('span', { class: 'mouse' }, ' · keys: ', ...['j', 'k'].map((key) => el('kbd', { text: key })), ' next and previous prompt, ', el('kbd', { text: 'c' }), ' next colour, ', el('kbd', { text: '/' }), ' find')),
     el('div', { class: 'samples' }, finder.list, finder.detail));
   requestAnimationFrame(() => {
