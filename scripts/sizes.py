@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_964,
-    "tests, lines": 44_882,
+    "package, lines": 52_971,
+    "tests, lines": 44_891,
     "docs and docstrings, words": 109_922,
     "public classes and functions": 773,
     "modules": 273,

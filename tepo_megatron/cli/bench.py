@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -236,6 +237,7 @@ def _gpu_command(
     if isinstance(result, str):
         echo(f"gpu check: {result}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends the part that runs
     report, passed = gpu.check(parts, result, output, _say, resume=resume)
     _finish(report, output, as_json)
     raise typer.Exit(int(not passed))

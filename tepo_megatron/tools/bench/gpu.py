@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,13 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
     )
     try:
         printed, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0], f"not done after {limit_s} s"
+    except BaseException as error:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return printed, f"not done after {limit_s} s"
+        raise
     return printed, f"ended with status {process.returncode}" if process.returncode else ""
 
 

@@ -114,6 +114,15 @@ def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> Non
     assert gone(int(child.read_text()))
 
 
+def test_ctrl_c_ends_the_part_that_runs_and_its_children(tmp_path: Path) -> None:
+    child = tmp_path / "pid"
+    code = "import os, pathlib, signal, subprocess, time; child = subprocess.Popen(['sleep', '100000']); time.sleep(1); "
+    code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); os.kill(os.getppid(), signal.SIGINT); child.wait()"
+    with pytest.raises(KeyboardInterrupt):
+        part("timeit", "-n1", "-r1", code).run(H200, print)
+    assert gone(int(child.read_text()))
+
+
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     parts = [part("base64", "-t"), part("base64", packages=("no_such_package",))]
     report, passed = check(parts, H200, tmp_path, print)
