@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,7 +70,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = LogFile(path).read("row of metrics")[0]
     for number, row in enumerate(rows, start=1):
         for name, value in row.items():
-            if value is not None and not isinstance(value, int | float):
+            is_huge = isinstance(value, int) and abs(value) > sys.float_info.max
+            if is_huge or (value is not None and not isinstance(value, int | float)):
                 raise ValueError(f"{path}:{number}: not a row of metrics: {name[:60]!r} is no number; remove the line")
     return rows
 

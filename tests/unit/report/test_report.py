@@ -103,6 +103,7 @@ def test_faults_hangs_and_what_a_resumption_changed_are_told(tmp_path: Path) -> 
     ("name", "text"),
     [
         *(("metrics.jsonl", "no row\n"), ("samples.jsonl", "[1]\n"), ("samples.jsonl", "{\n"), ("resolved.yaml", "[1, 2]\n")),
+        ("metrics.jsonl", f'{{"step": 1, "x": {10**400}}}\n'),  # no float is as large
         ("tokens/step_0000001.npz", "PK\x03\x04 and no more"),
     ],
 )
