@@ -67,7 +67,7 @@ def write_report(
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, text)
     count = sum(len(group["responses"]) for group in samples["groups"])
-    return _Written(output, len(text.encode()), len(runs), count, goes_on)
+    return _Written(output, output.stat().st_size, len(runs), count, goes_on)
 
 
 def _render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:

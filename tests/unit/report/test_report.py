@@ -300,6 +300,13 @@ def test_nothing_in_the_page_is_run_or_loaded_but_its_own_script(tmp_path: Path)
     assert {path.stem for path in WEB.glob("*.js")} == set(SCRIPTS)
 
 
+def test_a_folder_without_a_name_in_unicode_has_a_report(tmp_path: Path) -> None:
+    folder, page = tmp_path / os.fsdecode(b"run\xff"), tmp_path / "page.html"
+    write_run(folder, steps=1, settings={"output": "run"})
+    assert write_report([folder], page).bytes == page.stat().st_size
+    assert data(page, "figures")["runs"][0]["name"] == folder.name
+
+
 def test_numbers_that_are_missing_or_not_finite_are_null(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
