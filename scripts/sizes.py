@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_973,
-    "tests, lines": 44_899,
+    "tests, lines": 44_901,
     "docs and docstrings, words": 109_922,
     "public classes and functions": 773,
     "modules": 273,

@@ -23,7 +23,7 @@ _ENTROPY, _MASKED, _NORM = "#0b7285", "#e8590c", "#6741d9"
 
 _STYLE: dict[Any, Any] = {
     **{"figure.figsize": (12, 7.2), "figure.dpi": 150, "savefig.dpi": 150, "figure.facecolor": "white"},
-    **{"text.color": _INK, "figure.titlesize": 15, "figure.titleweight": "bold"},
+    **{"text.parse_math": False, "text.color": _INK, "figure.titlesize": 15, "figure.titleweight": "bold"},
     **{"axes.titlesize": 11.5, "axes.titlelocation": "left", "axes.titlecolor": _INK, "axes.titlepad": 8},
     **{"axes.labelsize": 10, "axes.labelcolor": _INK, "axes.edgecolor": "#aab4be", "axes.axisbelow": True},
     **{"axes.spines.top": False, "axes.spines.right": False},
