@@ -24,7 +24,7 @@ from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, Tea
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
-from tepo_megatron.trainer.megatron.parallel.batch import Share, padded_tokens
+from tepo_megatron.trainer.megatron.parallel.batch import Share
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
@@ -101,7 +101,7 @@ class Forward:
         """
         offsets = batch.cu_seqlens.tolist()
         lengths = [[offsets[s + 1] - offsets[s] for s in sequences] for sequences in micro_batches]
-        tokens = [padded_tokens(of_micro, self.ranks.cp) for of_micro in lengths]
+        tokens = [Share.padded_tokens(of_micro, self.ranks.cp) for of_micro in lengths]
         sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
         if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":
             # Ranks that share experts gather tokens, and their groups may overlap others.

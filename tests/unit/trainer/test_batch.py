@@ -17,7 +17,7 @@ from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, Weights
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron.parallel.batch import Share, padded_tokens
+from tepo_megatron.trainer.megatron.parallel.batch import Share
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.parallel.positions import rank_order
@@ -189,7 +189,7 @@ def test_sampling_masks_stay_with_their_labels(sampled: list[Rollout], extra: in
         rows = part.sampling_mask_T.padded().tolist()
         assert_masks_stand_at_labels(rows, part.labels_T.tolist(), part.loss_mask_T.tolist())
     for cp in (1, 2):
-        size = -(-(padded_tokens(selected.lengths_S.tolist(), cp) + extra) // (2 * cp)) * 2 * cp
+        size = -(-(Share.padded_tokens(selected.lengths_S.tolist(), cp) + extra) // (2 * cp)) * 2 * cp
         for rank in range(cp):
             share = shared(selected, size, replace(ONE_RANK, world=cp, rank=rank, cp=cp, cp_rank=rank))
             assert_masks_stand_at_labels(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist())
@@ -203,7 +203,7 @@ def top_of(response: list[int], k: int = 2) -> np.ndarray:
 def test_a_teachers_top_tokens_stay_with_their_labels(sampled: list[Rollout], extra: int, data: st.DataObject) -> None:
     batch = pack([replace(item, teacher_top=top_of(item.response_ids.tolist())) for item in sampled])
     selected = batch.select(data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1))).to("cpu")
-    size = -(-(padded_tokens(selected.lengths_S.tolist(), 2) + extra) // 4) * 4
+    size = -(-(Share.padded_tokens(selected.lengths_S.tolist(), 2) + extra) // 4) * 4
     shares = [shared(selected, size, replace(ONE_RANK, world=2, rank=rank, cp=2, cp_rank=rank)) for rank in range(2)]
     for mask, labels, ids, logprobs in (
         (selected.loss_mask_T, selected.labels_T, selected.top_ids_TK, selected.top_logprobs_TK),
@@ -335,7 +335,7 @@ def test_each_rank_has_its_two_chunks_of_every_sequence(chunks: list[int], cp: i
 def test_shares_are_all_of_a_micro_batch_and_padding_has_no_scores(lengths: list[int], cp: int, multiple: int) -> None:
     micro = pack(draw_rollouts(lengths))
     whole = EngineConfig(parallel={"cp": cp}).token_multiple * multiple
-    size = -(-padded_tokens(lengths, cp) // whole) * whole
+    size = -(-Share.padded_tokens(lengths, cp) // whole) * whole
     shares = [shared(micro, size, Ranks(rank, cp, 1, 0, 1, 0, 1, 0, cp, rank, None, None)) for rank in range(cp)]
     assert all(share.micro is micro for share in shares)
     assert all(share.tokens_t.numel() == size // cp for share in shares)

@@ -141,6 +141,11 @@ class Share:
             kept_tK=None if mask is None else there(mask.padded()),
         )
 
+    @staticmethod
+    def padded_tokens(lengths: Sequence[int], cp: int) -> int:
+        multiple = 2 * cp if cp > 1 else 1
+        return sum(-(-length // multiple) * multiple for length in lengths)
+
     def gather(self, scores: TokenScores) -> TokenScores:
         """Every rank of the group calls. Backward does not communicate: ranks have the whole loss."""
         gathered: dict[str, Any] = {
@@ -164,8 +169,3 @@ class Share:
             # backward: all ranks compute the same output, so its gradient is split and not summed
             values_t = gather_from_sequence_parallel_region(values_t, tensor_parallel_output_grad=False, group=self.cp_group)
         return values_t[self.source_T]
-
-
-def padded_tokens(lengths: Sequence[int], cp: int) -> int:
-    multiple = 2 * cp if cp > 1 else 1
-    return sum(-(-length // multiple) * multiple for length in lengths)
