@@ -24,7 +24,7 @@ LIMITS = {
     "package, lines": 52_973,
     "tests, lines": 44_901,
     "docs and docstrings, words": 109_922,
-    "public classes and functions": 772,
+    "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

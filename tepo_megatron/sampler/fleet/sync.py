@@ -19,7 +19,7 @@ from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, S
 from tepo_megatron.weights.transfer import full_tensors
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
-from tepo_megatron.weights.transfer.transport import announce_departure, listen
+from tepo_megatron.weights.transfer.transport import Rendezvous, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class WeightSync:
         store, place = listen(host)
         return self._join_group(
             lambda: GlooGroup(store, host, 0, world_size, self._timeout_s),
-            lambda: announce_departure(store),
+            lambda: Rendezvous.announce_departure(store),
             first_worker=1,
             info={"place": place, "world_size": world_size, "sharded": False, "adapters": has_adapters},
         )

@@ -24,9 +24,9 @@ from tepo_megatron.weights.transfer.move import (
 )
 from tepo_megatron.weights.transfer.transport import (
     RelayRoutes,
+    Rendezvous,
     TransferGroup,
     TransportName,
-    announce_departure,
     connect,
     listen,
     local_address,
@@ -170,7 +170,7 @@ class ShardSender:
         if self._group is not None:
             self._group.close()
         elif self._store is not None:
-            announce_departure(self._store)
+            Rendezvous.announce_departure(self._store)
         self._group = self._rendezvous = self._store = None
 
 

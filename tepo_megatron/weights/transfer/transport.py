@@ -141,13 +141,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def announce_departure(store: Store) -> None:
-    if isinstance(store, FileStore) and not Path(store.path).exists():  # type: ignore[attr-defined]
-        return  # rank 0 is gone, and its folder with it: the store would wait for the file
-    with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
-        store.set(_LEFT, "1")
-
-
 class Rendezvous:
     """Joining gloo or NCCL cannot be interrupted: it starts only when all are present.
 
@@ -158,6 +151,13 @@ class Rendezvous:
         self.store = store
         self._world_size, self._timeout_s, self._stage, self._parts = world_size, timeout_s, stage, parts
 
+    @staticmethod
+    def announce_departure(store: Store) -> None:
+        if isinstance(store, FileStore) and not Path(store.path).exists():  # type: ignore[attr-defined]
+            return  # rank 0 is gone, and its folder with it: the store would wait for the file
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
+            store.set(_LEFT, "1")
+
     @contextmanager
     def forming_group(self) -> Iterator[None]:
         """A failure in the block fails all members."""
@@ -165,7 +165,7 @@ class Rendezvous:
             self._wait_for_members()
             yield
         except BaseException:
-            announce_departure(self.store)
+            self.announce_departure(self.store)
             raise
 
     def _wait_for_members(self) -> None:

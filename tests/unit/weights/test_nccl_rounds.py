@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.transfer.transport import Member, TransferGroup, announce_departure
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransferGroup
 from tepo_megatron.weights.transfer.transports import nccl
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
@@ -188,7 +188,7 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
     if cause == "cancelled":
         boxes[0].cancelled = lambda: True
     elif cause != "time-out":
-        threading.Timer(0.2, announce_departure, [boxes[1]._rendezvous.store]).start()  # type: ignore[attr-defined]
+        threading.Timer(0.2, Rendezvous.announce_departure, [boxes[1]._rendezvous.store]).start()  # type: ignore[attr-defined]
     found = [blank(params) for params in expected]
 
     first = {"time-out": "NCCL did not finish", "another rank leaves": "another member", "cancelled": "a receiver"}[cause]
@@ -237,7 +237,7 @@ def test_connecting_ends_when_a_member_leaves_or_is_late(kind: str, monkeypatch:
             if kind == "refused":
                 raise OSError("refused")
             if kind == "left":
-                announce_departure(store)
+                Rendezvous.announce_departure(store)
             never.wait(TIMEOUT_S)
 
     with pytest.raises((RuntimeError, OSError), match=message):

@@ -177,7 +177,7 @@ def test_a_member_leaves_at_once_though_rank_0_is_gone_with_the_folder_of_the_re
     member = connect("127.0.0.1", place, TIMEOUT_S)
     store.set("joined", "1")
     Path(place).unlink()
-    transport.announce_departure(member)
+    transport.Rendezvous.announce_departure(member)
     assert not Path(place).exists()
 
 

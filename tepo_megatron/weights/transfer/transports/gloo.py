@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
 
 _POLL_INTERVAL_S = 1e-4
 
@@ -69,7 +69,7 @@ class GlooGroup:
 
     def close(self) -> None:
         """Uses a thread: destroying a gloo group waits for pending operations, up to their time-out."""
-        announce_departure(self._rendezvous.store)
+        Rendezvous.announce_departure(self._rendezvous.store)
         # The thread holds the last references. Pending operations come before the group: each holds the connections open.
         keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}
         closing = threading.Thread(target=keep.clear, name="close-transfer-group", daemon=True)

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer.move import WINDOW, MoveEnd, message_sizes, queues
-from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, Rendezvous, TransferGroup, TransportSpec
 from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
@@ -135,7 +135,7 @@ def _join(store: Store, member: Member, timeout_s: float) -> _IpcGroup:
     try:
         offered = {pair: _offer(store, pair, size, member.device, handles) for pair, size in sizes.items()}
     except BaseException:
-        announce_departure(store)
+        Rendezvous.announce_departure(store)
         raise
     # gloo's group forms when all members are there, and each has made its offers before: no get below waits for a missing one.
     gloo = GlooGroup(store, member.address, rank, world_size, timeout_s)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.machine import changed_environment
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
 
 _POLL_INTERVAL_S = 5e-5
 
@@ -119,7 +119,7 @@ class _NcclGroup:
     def finish(self) -> None: ...
 
     def close(self) -> None:
-        announce_departure(self._rendezvous.store)
+        Rendezvous.announce_departure(self._rendezvous.store)
         self._pending, self._closed = {}, True
         self._in_call.set()  # the watcher ends
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
