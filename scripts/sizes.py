@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_973,
-    "tests, lines": 44_901,
-    "docs and docstrings, words": 109_922,
+    "tests, lines": 44_922,
+    "docs and docstrings, words": 109_911,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

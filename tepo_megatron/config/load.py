@@ -42,8 +42,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: 
 
     ``base: other.yaml`` in a file names the file below it. Paths in a file are relative to it, those of overrides to the
     current folder; with ``cluster.ssh`` all stay as written. Overrides are ``a.b=value`` in YAML; the last one of a field
-    counts. ``${a.b}`` takes the value of another field, also a default. ``trains`` false: for an evaluation alone, whose
-    samples may be drawn in ways that a trainer cannot score.
+    counts. ``${a.b}`` takes the value of another field, also a default. ``trains`` false: without the checks of training.
 
     Raises:
         ConfigError: lists all problems found at once.

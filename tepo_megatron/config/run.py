@@ -139,6 +139,12 @@ class RunConfig(Section):
         return output
 
     def _training_faults(self) -> Iterator[str]:
+        train, heldout = self.data.train, self.data.heldout
+        if heldout is not None and _is_custom(train) != _is_custom(heldout):
+            yield (
+                f"data.train = {_show_paths(train)} with data.heldout = {_show_paths(heldout)}: one is your own, the other the "
+                "demonstration's; give both, or data.heldout = null"
+            )
         if self.train.keep_best is not None:
             yield from self.metric_faults("train.keep_best.metric", self.train.keep_best.metric)
         if self.train.rollback is not None:
@@ -299,14 +305,9 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
 
 
 def _evaluation_faults(run: RunConfig) -> Iterator[str]:
-    train, heldout, evaluate, log = run.data.train, run.data.heldout, run.evaluate, run.log
-    if heldout is None and evaluate.every and not evaluate.sets:
+    evaluate, log = run.evaluate, run.log
+    if run.data.heldout is None and evaluate.every and not evaluate.sets:
         yield f"evaluate.every = {evaluate.every}, but there are no held-out problems; give data.heldout or evaluate.sets"
-    if heldout is not None and _is_custom(train) != _is_custom(heldout):
-        yield (
-            f"data.train = {_show_paths(train)} with data.heldout = {_show_paths(heldout)}: one is your own, the other the "
-            "demonstration's; give both, or data.heldout = null"
-        )
     if run.rollout.samples_per_prompt == 1:
         yield "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt; set 2 or more, 8 is usual"
     if log.token_samples and log.token_samples_every > run.train.steps:

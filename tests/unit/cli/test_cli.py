@@ -5,10 +5,12 @@ reads them, what was answered, and why it got its reward.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,25 @@ def test_help_teaches_without_torch() -> None:
         "    assert not {'torch', 'numpy', 'matplotlib', 'omegaconf'} & set(sys.modules), command"
     )
     run_python("-c", probe)
+
+
+def test_the_examples_of_eval_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with held-out problems alone: an evaluation reads no training problems."""
+    loaded: list[RunConfig] = []
+
+    def evaluate_model(config: RunConfig, *_: object, **__: object) -> SimpleNamespace:
+        loaded.append(config)
+        return SimpleNamespace(metrics={}, k=0, num_problems=0)
+
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.evaluate_model", evaluate_model)
+    examples = re.findall(r"^ tepo (eval .*?) *$", invoke("eval", "--help").stdout, re.M)
+    monkeypatch.chdir(tmp_path)
+    for name in ("benchmarks.yaml", "examples/tiny/run.yaml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("name: tiny\n")
+    for example in examples:
+        invoke(*example.split())
+    assert "heldout.jsonl" in [config.data.heldout for config in loaded]
 
 
 def test_show_prints_the_whole_run_or_what_differs(run_yaml: Path) -> None:
