@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_973,
-    "tests, lines": 44_922,
+    "package, lines": 52_976,
+    "tests, lines": 44_937,
     "docs and docstrings, words": 109_911,
     "public classes and functions": 771,
     "modules": 273,

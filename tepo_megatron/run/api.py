@@ -164,21 +164,24 @@ def _read_arguments(
     env: Any,
     resume: bool | str,
 ) -> tuple[RunConfig, Extensions]:
-    values = {**(config if isinstance(config, Mapping) else {}), **settings}
+    values = [*(config.items() if isinstance(config, Mapping) else ()), *settings.items()]  # the last one of a field counts
     for argument in (argument for argument, value in settings.items() if callable(value)):
         near = difflib.get_close_matches(argument, ("reward", "objective", "callbacks", "collect", "env"), n=1)
         raise ValueError(f"{argument} is no argument that takes a function{f'; did you mean {near[0]}?' if near else ''}")
     if isinstance(reward, Mapping):
-        values["reward"], reward = reward, None
+        values.append(("reward", reward))
+        reward = None
     elif reward is not None:
-        values["reward.verifier"], reward = _named(reward)
+        verifier, reward = _named(reward)
+        values.append(("reward.verifier", verifier))
         if reward is not None and not hasattr(os, "fork"):
             raise ValueError(
                 f"reward={_called(reward)} is in this process alone, and {sys.platform} cannot fork it; put the function into "
                 "a file and give path/file.py:name"
             )
     if collect is not None:
-        values["rollout.collect"], collect = _named(collect)
+        step, collect = _named(collect)
+        values.append(("rollout.collect", step))
     if env is not None:
         name = env if isinstance(env, str | Mapping) else _address(env)
         if name is None:
@@ -186,13 +189,13 @@ def _read_arguments(
                 f"env={_called(env)} has no name that the environments' processes can import; put the class into a file and "
                 "give env='path/file.py:Class', or the class itself as imported from there"
             )
-        values["environment"] = name if isinstance(name, Mapping) else {"name": name}
+        values.append(("environment" if isinstance(name, Mapping) else "environment.name", name))
     if objective is not None:
-        values["objective.preset" if isinstance(objective, str) else "objective"] = objective
+        values.append(("objective.preset" if isinstance(objective, str) else "objective", objective))
     if resume in (True, "auto"):
-        values["train.resume"] = resume
+        values.append(("train.resume", resume))
     elif resume:
-        values |= {"train.resume": True, "train.resume_from": resume}
+        values += [("train.resume", True), ("train.resume_from", resume)]
     listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     names = [callback for callback in listed if isinstance(callback, str | Mapping)]
     objects = tuple(callback for callback in listed if not isinstance(callback, str | Mapping))
@@ -216,8 +219,8 @@ def _name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
     return _with_callbacks(config, [name for name in names if name is not None])
 
 
-def _configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
-    overrides = [f"{name}={_as_yaml(value)}" for name, value in settings.items()]
+def _configure(base: RunConfig | str | Path | None, settings: Sequence[tuple[str, Any]]) -> RunConfig:
+    overrides = [f"{name}={_as_yaml(value)}" for name, value in settings]
     if not isinstance(base, RunConfig):
         return load_run(base, overrides)
     return override(base, overrides) if overrides else base
@@ -243,7 +246,7 @@ def _named(thing: Any) -> tuple[str, Any]:
 
 
 def _with_callbacks(config: RunConfig, names: Sequence[str | Mapping[str, Any]]) -> RunConfig:
-    return _configure(config, {"train.callbacks": [*config.train.callbacks, *names]}) if names else config
+    return _configure(config, [("train.callbacks", [*config.train.callbacks, *names])]) if names else config
 
 
 def _called(thing: object) -> str:

@@ -238,6 +238,21 @@ def test_arguments_change_the_configuration_and_keep_the_rest() -> None:
     assert len(started(None, callbacks="early_stopping")[0].train.callbacks) == 1
 
 
+@pytest.mark.parametrize(
+    ("base", "arguments", "overrides"),
+    [
+        ({"train": {"steps": 10}}, {"train": {"minibatches": 2}}, ["train.steps=10", "train.minibatches=2"]),
+        ({"objective": {"preset": "grpo"}}, {"objective": {"kl_mask": None}}, ["objective={preset: grpo, kl_mask: null}"]),
+        ({"train.steps": 10, "train": {"save_every": 1}}, {"train": {"steps": 7}}, ["train.save_every=1", "train.steps=7"]),
+        ({"reward": {"workers": 4}}, {"reward": {"verifier": "exact"}}, ["reward.workers=4", "reward.verifier=exact"]),
+        ({"environment": {"max_turns": 3}}, {"env": "calculator"}, ["environment={name: calculator, max_turns: 3}"]),
+        (None, {"env": "calculator", "environment": {"max_turns": 3}}, ["environment={name: calculator, max_turns: 3}"]),
+    ],
+)
+def test_sections_are_merged_and_arguments_count_most(base: Any, arguments: dict[str, Any], overrides: list[str]) -> None:
+    assert started(base, **arguments)[0] == load_run(None, overrides).with_dtype("float32")
+
+
 def test_what_is_wrong_with_settings_is_said_as_of_overrides() -> None:
     for base, wrong, says in (
         (None, {"train": {"stepz": 3}}, r"train\.stepz: unknown key \(got 3\); did you mean train\.steps\?"),
