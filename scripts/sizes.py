@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_976,
-    "tests, lines": 44_937,
+    "package, lines": 52_977,
+    "tests, lines": 44_939,
     "docs and docstrings, words": 109_911,
     "public classes and functions": 771,
     "modules": 273,

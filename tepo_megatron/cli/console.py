@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -88,21 +89,21 @@ def _complete_setting(incomplete: str) -> list[str]:
 _SETTINGS_HELP = "Dotted overrides, such as train.steps=10."
 Overrides = Annotated[list[str] | None, Argument(metavar="a.b=c", help=_SETTINGS_HELP, autocompletion=_complete_setting)]
 RunFile = Annotated[Path, Argument(metavar="RUN.yaml", help="The run's configuration.")]
-RunOrSetting = Annotated[Path | None, Argument(metavar="[RUN.yaml]", help="The run's configuration; settings alone will do.")]
+RunOrSetting = Annotated[str | None, Argument(metavar="[RUN.yaml]", help="The run's configuration; settings alone will do.")]
 AsJson = Annotated[bool, Option("--json", help="For tools.")]
 
 
-def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
+def split_run(run: str | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
     """A first word such as ``model.path=…`` is an override. Raises ValueError without either."""
     settings = list(overrides or ())
-    if run is not None and "=" in str(run) and not run.exists():
-        return None, [str(run), *settings]
+    if run is not None and "=" in run and not os.path.exists(run):
+        return None, [run, *settings]
     if run is None and not settings:
         raise ValueError(
             "neither a run's file nor settings; give RUN.yaml ('tepo init' writes one), or settings such as model.path=FOLDER "
             "data.train=FILE reward.verifier=NAME"
         )
-    return run, settings
+    return None if run is None else Path(run), settings
 
 
 def load_config(run: Path | None, overrides: Sequence[str], *, trains: bool = True) -> RunConfig:

@@ -129,6 +129,8 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
         (["train", *settings, "engine.parallel.dp=3"], 3, Path("out/new/status"), 0),
     ]
     assert "train: mine.jsonl" in invoke("config", "show", *settings, "--diff").stdout
+    address = "http://localhost/" + 300 * "x"  # neither normalised nor looked up as a file
+    assert address in invoke("config", "show", f"reward.kwargs={{base_url: {address}}}").stdout
     assert "neither a run's file nor settings" in invoke("train", code=1).stderr
     Path("a=b.yaml").write_text("name: odd\n")
     assert "name: odd" in invoke("config", "show", "a=b.yaml", "train.steps=3", "--diff").stdout
