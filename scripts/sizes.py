@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_977,
-    "tests, lines": 44_939,
-    "docs and docstrings, words": 109_911,
+    "package, lines": 52_980,
+    "tests, lines": 44_944,
+    "docs and docstrings, words": 109_921,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

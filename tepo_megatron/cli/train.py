@@ -50,7 +50,7 @@ def _train(
         prepare_run(config, overwrite=overwrite)
     if under_torchrun():
         raise typer.Exit(run_rank(config))
-    code, message = start_ranks(config, [str(file), *settings] if file is not None else settings)
+    code, message = start_ranks(config)
     if message:
         print_error(message)
     raise typer.Exit(code)

@@ -28,6 +28,7 @@ from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.machine import changed_environment, this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.restarts import attempt, job_name
+from tepo_megatron.runtime.supervise import folder_name
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
@@ -114,10 +115,7 @@ def _own_process() -> Iterator[None]:
 
 
 def _train_in_ranks(config: RunConfig) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.yaml"
-        file.write_text(dump_resolved(config), encoding="utf-8")
-        code, message = start_ranks(config, [str(file)])
+    code, message = start_ranks(config)
     if code in (INTERRUPTED, PREEMPTED):
         raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
     if code:
@@ -273,6 +271,7 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     from tepo_megatron.run.output.resume import Resumed, prepare_folder, resumes
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
+    config.require_data()
     if not rank.under_torchrun():
         _download(config)
     if rank.speaks_first() and not attempt():
@@ -290,13 +289,17 @@ def _download(config: RunConfig) -> None:
         hub_folder(path, "dataset")
 
 
-def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
+def start_ranks(config: RunConfig) -> tuple[int, str]:
+    """Ranks, also restarted ones, read this configuration, not its files."""
     from tepo_megatron.sampler.protocol import sampler_spec
 
     world_size, restarts, rollout = config.engine.parallel.world_size, config.train.max_restarts, config.rollout
     outlive = restarts and rollout.replay is None and rollout.server.placement == "local"  # rank 0's would end with it
-    with sampler_spec().outlive_ranks(config) if outlive else nullcontext():
-        return run_ranks(["train", *arguments], world_size, status=config.output / "status", max_restarts=restarts)
+    servers = sampler_spec().outlive_ranks(config) if outlive else nullcontext()
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, servers:
+        file = Path(folder) / "run.yaml"
+        file.write_text(dump_resolved(config), encoding="utf-8")
+        return run_ranks(["train", str(file)], world_size, status=config.output / "status", max_restarts=restarts)
 
 
 def _check_restarts(config: RunConfig) -> None:

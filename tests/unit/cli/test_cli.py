@@ -104,10 +104,13 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 
 
 def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[object, ...]] = []
+    """A file that is changed, or was a pipe, does not matter to ranks, nor to those that start again."""
+    started: list[tuple[RunConfig, int, Path, int]] = []
 
-    def run_ranks(*args: object, status: Path, max_restarts: int) -> tuple[int, str]:
-        started.append((*args, status, max_restarts))
+    def run_ranks(arguments: list[str], world_size: int, *, status: Path, max_restarts: int) -> tuple[int, str]:
+        run_yaml.unlink(missing_ok=True)
+        done = invoke("config", "show", *arguments[1:])
+        started.append((RunConfig.model_validate(yaml.safe_load(done.stdout)), world_size, status, max_restarts))
         return 7, "rank 1 failed"
 
     monkeypatch.setattr("tepo_megatron.run.api.run_ranks", run_ranks)
@@ -124,10 +127,12 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
         "output=out/new",
     ]
     invoke("train", *settings, "engine.parallel.dp=3", code=7)
-    assert started == [
-        (["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status"), 0),
-        (["train", *settings, "engine.parallel.dp=3"], 3, Path("out/new/status"), 0),
-    ]
+    assert [rest for _, *rest in started] == [[2, Path("out/run/status"), 0], [3, Path("out/new/status"), 0]]
+    first, second = (config for config, *_ in started)
+    assert (first.name, first.train.steps, first.train.resume, first.model.dtype) == ("tiny", 3, True, "auto")
+    assert second.data.train == str(run_yaml.with_name("mine.jsonl"))
+    refused = invoke("train", "model.path=models/mine", "engine.parallel.dp=2", code=1)
+    assert "data.train is not given" in refused.stderr
     assert "train: mine.jsonl" in invoke("config", "show", *settings, "--diff").stdout
     address = "http://localhost/" + 300 * "x"  # neither normalised nor looked up as a file
     assert address in invoke("config", "show", f"reward.kwargs={{base_url: {address}}}").stdout

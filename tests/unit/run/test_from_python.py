@@ -192,14 +192,14 @@ def started(config: Any = None, **arguments: Any) -> tuple[RunConfig, Extensions
     def note(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
         runs.append((config, extensions))
 
-    def start_ranks(config: RunConfig, files: list[str]) -> tuple[int, str]:
-        note(load_run(files[0]))
+    def run_ranks(arguments: list[str], *_: Any, **__: Any) -> tuple[int, str]:
+        note(load_run(arguments[1]))
         return 0, ""
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "prepare_run", lambda config, overwrite: None)
         patch.setattr(training, "train_model", note)
-        patch.setattr(api, "start_ranks", start_ranks)
+        patch.setattr(api, "run_ranks", run_ranks)
         patch.setattr(api, "read_metrics", lambda path: [])
         tepo_megatron.train(config, **arguments)
     return runs[0]
