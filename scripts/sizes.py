@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_980,
-    "tests, lines": 44_944,
+    "package, lines": 52_982,
+    "tests, lines": 44_957,
     "docs and docstrings, words": 109_921,
     "public classes and functions": 771,
     "modules": 273,

@@ -53,7 +53,9 @@ def _ask(question: str, value: object, option: str, check: Callable[[str], _Answ
     while True:
         try:
             answer = typer.prompt(printable(question), default=default)
-        except typer.Abort:
+        except typer.Abort as abort:
+            if isinstance(abort.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
             if default is None:
                 raise ValueError(f"{option} is not given, and nobody answers; give it") from None
             return check(default)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 
 from tepo_megatron.cli import doctor
 from tepo_megatron.cli.doctor import run_checks
@@ -148,6 +149,18 @@ def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path, monkey
 
 def test_what_nobody_answers_is_named(own: Path) -> None:
     assert "--train is not given, and nobody answers" in invoke("init", "--model", "model", code=1).stderr
+    assert not (own / "run.yaml").exists()
+
+
+def test_an_interrupt_is_no_answer(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise typer.Abort from None  # as of an input that has ended
+
+    monkeypatch.setattr(typer, "prompt", interrupted)
+    invoke("init", *INIT, code=130)
     assert not (own / "run.yaml").exists()
 
 
