@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_982,
-    "tests, lines": 44_957,
-    "docs and docstrings, words": 109_921,
+    "package, lines": 53_000,
+    "tests, lines": 44_977,
+    "docs and docstrings, words": 109_918,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

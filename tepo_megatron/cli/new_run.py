@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
+from pydantic import ValidationError
 
 from tepo_megatron.config import DataConfig, RunConfig
+from tepo_megatron.config.base import Section
 from tepo_megatron.config.paths import seen_from
+from tepo_megatron.config.schema import describe
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.shapes import model_parameters
@@ -28,7 +32,9 @@ _NONE = "-"  # the answer for no held-out problems
 
 _EVALUATED = ("test", "validation", "valid", "dev", "eval")  # names of held-out splits, in order of preference
 
-_VERIFIERS = "exact (the whole response), last_word, last_number, math, judge, or your own as file.py:function"
+_VERIFIERS = "exact (the whole response), last_word, last_number, math, or your own as file.py:function"
+
+_NEEDS = {"judge": "reward.kwargs, with its model's address", "python_tests": "reward.run_code = true"}
 
 _LONGEST_RESPONSE = 1024  # tokens, for models that allow more; the first setting to change for a task
 
@@ -44,6 +50,7 @@ _COMMENTS = {
 }
 
 _Answer = TypeVar("_Answer")
+_S = TypeVar("_S", bound=Section)
 
 
 def _ask(question: str, value: object, option: str, check: Callable[[str], _Answer], *, default: str | None = None) -> _Answer:
@@ -142,6 +149,8 @@ class NewRun:
     def ask_verifier(self, value: str | None) -> None:
         def check(answer: str) -> str:
             resolve_verifier(answer)
+            if answer in _NEEDS:
+                raise ValueError(f"{answer} needs {_NEEDS[answer]}; give exact, and write both into the file")
             if lost := check_reachable(answer, self._train):
                 refuses = f"{answer} refuses the answers of {lost} problems themselves"
                 echo(f"  warning: {refuses}: no response solves them", err=True)
@@ -153,13 +162,13 @@ class NewRun:
         here = sum(name.removeprefix("nvidia").isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
         question = "GPUs of this machine, or of a node (0: CPU)"
         self._gpus = _ask(question, gpus, "--gpus", _at_least(0), default=str(here))
+        if not self._gpus and nodes not in (None, 1):
+            raise ValueError(f"--nodes {nodes} is for GPUs, and --gpus is 0; leave one of them out")
         if self._gpus:
             self.nodes = _ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1")
 
     def text(self, file: Path, output: Path | None) -> str:
-        """``file`` is where it will be. Raises ValueError for too long a prompt, GPUs without a simple layout, and a run that
-        the model forbids.
-        """
+        """Raises ValueError for too long a prompt, GPUs without a simple layout, and a run that is refused."""
         spec = read_model_spec(self._folder)
         self._tokenizer.check_model()
         longest = max(len(encode_prompt(self._tokenizer, problem)) for problem in [*self._train, *self._heldout])
@@ -188,11 +197,11 @@ class NewRun:
             "evaluate": {"every": 10 if self._heldout else 0},
         }
         run = _first_that_fits(run, self._gpus, self.nodes) if self._gpus else run
-        check_model(RunConfig.model_validate(run), machine=False)
+        check_model(_validated(RunConfig, run), machine=False)
         return _as_yaml(seen_from(run, file.parent))
 
     def _load(self) -> None:
-        data = DataConfig.model_validate(self._data)
+        data = _validated(DataConfig, self._data)
         self._train = [problem for source in data.train_sources for problem in load_problems(source)]
         self._heldout = [problem for source in data.heldout_sources for problem in load_problems(source)]
 
@@ -256,7 +265,7 @@ def _first_that_fits(run: dict[str, Any], gpus: int, nodes: int) -> dict[str, An
         if laid_out is None:
             continue
         try:
-            problems = make_plan(RunConfig.model_validate(laid_out)).problems
+            problems = make_plan(_validated(RunConfig, laid_out)).problems
         except ValueError as error:
             problems = (str(error),)
         if not problems:
@@ -286,6 +295,13 @@ def _laid_out(run: dict[str, Any], tp: int, *, gpus: int, nodes: int) -> dict[st
     }
 
 
+def _validated(kind: type[_S], values: dict[str, Any]) -> _S:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("; ".join(describe(error, () if kind is RunConfig else ("data",)))) from error
+
+
 def _as_yaml(run: dict[str, Any]) -> str:
     lines = ["# Written by tepo init. tepo config schema explains every field; what is not here has its default."]
     for name, value in run.items():
@@ -298,5 +314,7 @@ def _as_yaml(run: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """JSON; YAML needs a point in 5.0e-05."""
-    return f"{value:.1e}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    r"""JSON; YAML needs a point in 5.0e-05, and ``${`` is text."""
+    if isinstance(value, float):
+        return f"{value:.1e}"
+    return re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value, ensure_ascii=False))

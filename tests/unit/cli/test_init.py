@@ -164,6 +164,26 @@ def test_an_interrupt_is_no_answer(own: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (own / "run.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*INIT[:4], "--verifier", "judge"), "judge needs reward.kwargs"),
+        ((*INIT[:4], "--verifier", "python_tests"), "python_tests needs reward.run_code = true"),
+        ((*INIT, "--nodes", "4"), "--nodes 4 is for GPUs"),
+        (("--model", "model", "--train", "builtin:addition", "--heldout", "heldout.jsonl", *INIT[4:]), "one is your own"),
+    ],
+)
+def test_what_would_be_no_run_is_refused(words: tuple[str, ...], said: str, own: Path) -> None:
+    assert said in invoke("init", *words, code=1).stderr
+    assert not (own / "run.yaml").exists()
+
+
+def test_a_name_that_looks_like_a_reference_is_a_name(own: Path) -> None:
+    name = shutil.copy("train.jsonl", "a\\${b}.jsonl")
+    invoke("init", *INIT[:3], name, *INIT[4:])
+    assert load_run(own / "run.yaml").data.train == name
+
+
 @pytest.mark.parametrize(("gpus", "nodes", "layout"), [(1, 1, (1, 1, 1)), (8, 1, (1, 4, 4)), (2, 2, (1, 2, 2))])
 def test_gpus_are_shared_out_so_that_the_plan_fits(gpus: int, nodes: int, layout: tuple[int, int, int], own: Path) -> None:
     invoke("init", *INIT[:-1], gpus, "--nodes", nodes)
