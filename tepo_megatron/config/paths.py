@@ -73,7 +73,8 @@ def absolute(values: Any) -> Any:
 
 def seen_from(values: Any, folder: Path) -> Any:
     """Makes paths relative to ``folder``, for a file there."""
-    return _with_paths(values, lambda _, path: os.path.relpath(path, folder) if _is_relative(path) else path)
+    there = os.path.realpath(folder)  # .. of a link is not beside it
+    return _with_paths(values, lambda _, path: os.path.relpath(_clean(Path(path)), there) if _is_relative(path) else path)
 
 
 @dataclass

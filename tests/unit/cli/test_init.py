@@ -178,6 +178,14 @@ def test_what_would_be_no_run_is_refused(words: tuple[str, ...], said: str, own:
     assert not (own / "run.yaml").exists()
 
 
+def test_a_file_in_a_linked_folder_finds_what_was_named(own: Path) -> None:
+    (own / "far" / "away").mkdir(parents=True)
+    Path("link").symlink_to("far/away")
+    invoke("init", "link/run.yaml", *INIT)
+    config = load_run("link/run.yaml")
+    assert (config.model.path, config.data.train) == ("model", "train.jsonl")
+
+
 def test_a_name_that_looks_like_a_reference_is_a_name(own: Path) -> None:
     name = shutil.copy("train.jsonl", "a\\${b}.jsonl")
     invoke("init", *INIT[:3], name, *INIT[4:])
