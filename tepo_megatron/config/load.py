@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial, reduce
 from io import StringIO
@@ -73,7 +74,11 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
         cluster = chosen.get("cluster")
         if not (isinstance(cluster, Mapping) and cluster.get("ssh")):
             chosen = _merged([*(paths.of_file(content, file) for file, content in files), settings])
-        merged = OmegaConf.create(merge_sections(RunConfig().model_dump(mode="json"), chosen))
+        defaults = RunConfig().model_dump(mode="json")
+        if isinstance(chosen.get("objective"), Mapping) and "preset" in chosen["objective"]:
+            with suppress(ValueError):  # validation says why
+                defaults["objective"] = _escape(load_objective(chosen["objective"]["preset"]).model_dump(mode="json"))
+        merged = OmegaConf.create(merge_sections(defaults, chosen))
         values = _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), chosen)
         config = RunConfig.model_validate(values, context={"trains": trains})
     except RecursionError as error:

@@ -116,6 +116,9 @@ def test_references_reach_other_fields_and_defaults(tmp_path: Path) -> None:
     config = load_run(path)
     assert config.output == tmp_path / "out" / "tiny" / str(RunConfig().train.minibatches)
     assert problems(path, "output=${nme}") == ("output: Interpolation key 'nme' not found",)
+    region = "objective.trust_region"
+    chosen = load_run(None, ["objective.preset=grpo", f"{region}.high=${{{region}.low}}"]).objective.trust_region.model_dump()
+    assert (chosen["low"], chosen["high"]) == (0.2, 0.2)  # the preset's, not TEPO's
 
 
 def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> None:
