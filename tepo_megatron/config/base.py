@@ -29,10 +29,21 @@ def check_known(names: Sequence[str], known: Sequence[str], what: str, form: str
         raise ValueError(f"two {what}s are called {twice}, and their counts could not be told apart; rename one")
 
 
+class _SafeLoader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in keys:
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
+            keys.add(key.value)
+        return node
+
+
 def read_yaml(path: Path, raw: bytes | None = None) -> Any:
     """``raw``: the file's bytes, if they were read. Raises ValueError if it cannot be read or is no YAML."""
     try:
-        value = yaml.safe_load((path.read_bytes() if raw is None else raw).decode())
+        value = yaml.load((path.read_bytes() if raw is None else raw).decode(), _SafeLoader)  # noqa: S506
         check_text(value, "it")
         return value
     except OSError as error:

@@ -173,6 +173,7 @@ def test_a_preset_of_ones_own_is_laid_over_one_that_is_there(tmp_path):
         ("- a\n", "a preset's file has the keys of an objective section"),
         ("objective: {kl: {coefficient: 0.1}}\n", "without 'objective:'; is it a run's file"),
         ("kl: [\n", "not valid YAML"),
+        ("kl: {coefficient: 0.1, coefficient: 0.2}\n", "not valid YAML: duplicate key coefficient"),
         ("formula: [1]\n", "formula is a text"),
         ("kl_: {coefficient: 0.1}\n", r"objective\.kl_: unknown key .*did you mean objective\.kl"),
         ("plugins: [gone.py]\n", r"objective\.plugins: there is no file /.*/gone\.py"),
