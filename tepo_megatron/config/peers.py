@@ -15,6 +15,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tepo_megatron.errors import is_ours
 from tepo_megatron.runtime.text import flat
 
 
@@ -106,17 +107,19 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
             _put(result, key, entry, value, peer.defaults.get(key), left)
     try:
         made = {"trl": _trl, "verl": _verl, "nemo-rl": _nemo}[name](read, result, left)
-    except TypeError as error:
-        raise ValueError(f"a key that must be a number is not ({error}); correct the file") from error
-    result |= {field: value for field, value in made.items() if value is not None}
+        result |= {field: value for field, value in made.items() if value is not None}
+        longest = sum(result.get(field, 0) for field in ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens"))
+        result["engine.micro_batch_tokens"] = max(result.get("engine.micro_batch_tokens", 4096), longest)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if is_ours(error):
+            raise
+        raise ValueError(f"a key that must be a number is not, or is 0 ({error}); correct the file") from error
     for field in ("model.path", "data.train", "data.heldout"):
         if _ON_THE_HUB.fullmatch(path := str(result.get(field))) and not Path(path).exists():
             result[field] = f"hub:{path}"
     if "data.heldout" not in result:
         left += ["nothing is evaluated: give data.heldout and evaluate.every"] if result.get("evaluate.every") else []
         result["evaluate.every"] = 0
-    longest = sum(result.get(field, 0) for field in ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens"))
-    result["engine.micro_batch_tokens"] = max(result.get("engine.micro_batch_tokens", 4096), longest)
     return {field: value for field, value in result.items() if value is not None}, left
 
 
@@ -221,12 +224,20 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
     updates = _whole(drawn / update, "generation_batch_size over an update's completions")
     steps, epsilon = read.get("max_steps") or 0, read["epsilon"]
     step = updates * read.get("num_iterations", 1)  # optimizer steps in ours
+
+    def every(key: str, field: str) -> int | None:
+        value = read.get(key) or 0
+        if 0 < value < 1 and steps <= 0:
+            left.append(f"{key} = {value} is of max_steps, which is not given; set {field}")
+            return None
+        return max(1, round(value * (steps if value < 1 else 1) / step)) if value else None
+
     made: dict[str, Any] = {
         "rollout.prompts_per_step": _whole(drawn / read["num_generations"], "completions of a step over num_generations"),
         "train.minibatches": updates,
         "train.steps": math.ceil(steps / step) if steps > 0 else None,
-        "train.save_every": max(1, round(read["save_steps"] / step)),
-        "evaluate.every": max(1, round(read["eval_steps"] / step)) if read.get("eval_steps") else None,
+        "train.save_every": every("save_steps", "train.save_every"),
+        "evaluate.every": every("eval_steps", "evaluate.every"),
         "optimizer.betas": [read["adam_beta1"], read["adam_beta2"]],
         **_machines(1, read["num_processes"], (1, 1, 1), result["rollout.server.placement"], result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
@@ -243,7 +254,7 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
     if result.get("objective.preset") == "cispo":
         made["objective.trust_region.high"] = (read.get("epsilon_high") or 5.0) - 1  # the largest weight there
     if read.get("vllm_importance_sampling_correction", True):
-        level, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).split("_")
+        level, _, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
         cap = float(read.get("vllm_importance_sampling_cap", 3.0))
         bounds = {"cap": cap} if kind == "truncate" else {"low": 0.0, "high": cap}
         made["objective.mismatch"] = {"kind": kind, "level": level, **bounds}

@@ -137,6 +137,14 @@ def test_a_warm_up_of_trl_is_steps_or_a_share_of_them(text: str, steps: int) -> 
     assert convert("trl", f"{{{text}, max_steps: 400}}")[0]["optimizer.warmup_steps"] == steps
 
 
+def test_an_interval_of_trl_is_steps_or_a_share_of_them() -> None:
+    shares = "save_steps: 0.1, eval_steps: 0.5, eval_strategy: steps"
+    assert convert("trl", f"{{{shares}, max_steps: 400}}")[0]["train.save_every"] == 40
+    made, left = convert("trl", f"{{{shares}}}")
+    assert "train.save_every" not in made
+    assert "save_steps = 0.1 is of max_steps, which is not given; set train.save_every" in left
+
+
 def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text("grpo: {max_num_steps: 7, num_prompts_per_step: 4}")
     (tmp_path / "parent.yaml").write_text("{defaults: old.yaml, grpo: {num_prompts_per_step: 8}}")
@@ -170,6 +178,21 @@ def test_what_cannot_be_divided_is_refused() -> None:
         convert("verl", "- 1")
     with pytest.raises(ValueError, match="a key that must be a number is not"):
         convert("verl", "data: {train_batch_size: many}")
+    for name, text in (
+        ("trl", "num_generations: 0"),
+        ("verl", "{actor_rollout_ref: {actor: {ppo_max_token_len_per_gpu: many}}}"),
+        ("trl", "gradient_accumulation_steps: 0"),
+        ("trl", "vllm_tensor_parallel_size: two"),
+        ("trl", "max_completion_length: many"),
+        ("verl", "actor_rollout_ref: {actor: {ppo_mini_batch_size: 0}}"),
+        ("verl", "actor_rollout_ref: {rollout: {tensor_model_parallel_size: 0}}"),
+        ("nemo-rl", "policy: {train_global_batch_size: 0}"),
+    ):
+        with pytest.raises(ValueError, match="a key that must be a number is not"):
+            convert(name, text)
+    mode = convert("trl", "vllm_importance_sampling_mode: token")[0]["objective.mismatch"]
+    with pytest.raises(ConfigError, match=r"objective\.mismatch"):
+        load_run(None, [f"objective.mismatch={mode}"])
     with pytest.raises(ValueError, match="not valid YAML"):
         convert("nemo-rl", "{")
     assert all(convert("trl", text)[0]["objective.preset"] == "dapo" for text in ("loss_type: new", "loss_type: null", "{}"))
