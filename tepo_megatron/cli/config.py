@@ -77,7 +77,7 @@ def _convert(name: str, file: Path) -> None:
 
     with user_errors():
         settings, left = convert(name, read_peer_file(name, file))
-        config = load_config(None, [f"{field}={json.dumps(value)}" for field, value in settings.items()])
+        config = load_config(None, [f"{field}={json.dumps(value, ensure_ascii=False)}" for field, value in settings.items()])
         left.append("settings that equal a default here are left out: tepo config show FILE has all")
         echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
 

@@ -45,7 +45,7 @@ def _train(
     with user_errors():
         file, settings = split_run(run, overrides)
         settings += ["train.resume=true"] if resume else []
-        settings += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
+        settings += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from, ensure_ascii=False)}"]
         config = load_config(file, settings)
         prepare_run(config, overwrite=overwrite)
     if under_torchrun():

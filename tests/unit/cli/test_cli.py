@@ -133,6 +133,10 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
     assert second.data.train == str(run_yaml.with_name("mine.jsonl"))
     refused = invoke("train", "model.path=models/mine", "engine.parallel.dp=2", code=1)
     assert "data.train is not given" in refused.stderr
+    assert (
+        "resume_from = 'step_🙂' is no checkpoint"
+        in invoke("train", "output=out/run", "--resume", "--from", "step_🙂", code=1).stderr
+    )
     assert "train: mine.jsonl" in invoke("config", "show", *settings, "--diff").stdout
     address = "http://localhost/" + 300 * "x"  # neither normalised nor looked up as a file
     assert address in invoke("config", "show", f"reward.kwargs={{base_url: {address}}}").stdout

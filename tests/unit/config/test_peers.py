@@ -165,6 +165,12 @@ def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> Non
             read_peer_file("trl", path)
 
 
+def test_a_text_of_another_trainer_is_the_same_here(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("output_dir: out/🙂\n")
+    (tmp_path / "run.yaml").write_text(invoke("config", "from-trl", tmp_path / "grpo.yaml").stdout)
+    assert load_run(tmp_path / "run.yaml").output == tmp_path / "out/🙂"
+
+
 def test_a_logger_that_is_off_stays_off() -> None:
     wandb = "wandb: {project: dev, name: mine}"
     assert not any(name.startswith("log.wandb") for name in convert("nemo-rl", f"logger: {{wandb_enabled: false, {wandb}}}")[0])
