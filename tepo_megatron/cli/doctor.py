@@ -143,7 +143,7 @@ def _output_disk(config: RunConfig) -> Finding:
     retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
     try:
         named = config.model.path
-        model = resolve_model_path(named) if named.startswith((BUILTIN, HUB)) else Path(named)
+        model = resolve_model_path(named) if named.startswith((BUILTIN, HUB)) else Path(named).expanduser()
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         if lora is None:
             saved = weights * _BYTES_PER_CHECKPOINT_BYTE * retained

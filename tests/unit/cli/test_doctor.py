@@ -274,7 +274,8 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(
     (tmp_path / "model").mkdir()
     with (tmp_path / "model" / "model.safetensors").open("wb") as file:
         file.truncate(2**30)  # sparse: 1 GiB of weights that take no disk
-    settings = [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.steps=1000"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = ["model.path=~/model", f"output={tmp_path}/not/yet", "train.steps=1000"]
     config = load_run(None, [*settings, *(f"train.{item}" for item in train)])
     for free, status in ((8 * retained - 1, "fail"), (8 * retained, "ok")):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * 2**30))
