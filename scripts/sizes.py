@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_028,
-    "tests, lines": 45_023,
+    "package, lines": 53_038,
+    "tests, lines": 45_038,
     "docs and docstrings, words": 109_918,
     "public classes and functions": 771,
     "modules": 273,

@@ -60,6 +60,9 @@ def _scores_command(
         raise ValueError(f"--device {device} is unknown; give cpu or cuda")
     options = {"tp": tp, "tokens": tokens, "vocab": vocab, "dtype": dtype}
     grid: dict[str, Any] = {name: value or scores.DEFAULTS[device][name] for name, value in options.items()}
+    for name in ("tokens", "vocab"):
+        if not all(number.strip().isdecimal() for number in grid[name].split(",")):
+            raise ValueError(f"--{name} {grid[name]} has other than numbers; give some such as 1024,4096")
     setting = scores.ScoreSetting(grid["tp"], device, repeats, teacher)
     results: list[scores.ScoreMeasurement] = []
     for name, v, t in itertools.product(grid["dtype"].split(","), grid["vocab"].split(","), grid["tokens"].split(",")):

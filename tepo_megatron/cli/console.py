@@ -67,6 +67,11 @@ def user_errors() -> Iterator[None]:
             raise
         print_error(str(error))
         raise typer.Exit(1) from error
+    except OSError as error:
+        if wants_traceback() or error.filename is None:
+            raise
+        print_error(f"cannot use {error.filename}: {error.strerror}; correct that, or give another path")
+        raise typer.Exit(1) from error
     except ModuleNotFoundError as error:
         if wants_traceback() or error.name not in ("numpy", "torch", "matplotlib"):
             raise

@@ -112,7 +112,8 @@ def _show_preset(
         show(table)
         show(_text_plot(ratios, lines), highlight=False, markup=False)
     if png is not None:
-        _draw(ratios, lines, png, f"{name}: {preset.formula}")
+        with user_errors():
+            _draw(ratios, lines, png, f"{name}: {preset.formula}")
         echo(f"wrote {png}", err=as_json)
 
 

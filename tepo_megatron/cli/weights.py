@@ -312,7 +312,8 @@ def _plan_command(
     worker = plan.num_sources
     messages = {name: count_messages(plan, worker, itemsize, find_transport(name)) for name in ("gloo", "nccl")}
     if save is not None:
-        save.write_text(json.dumps(asdict(plan)) + "\n")
+        with user_errors():
+            save.write_text(json.dumps(asdict(plan)) + "\n")
     if as_json:
         echo(json.dumps({**asdict(summary), "messages_and_rounds": messages}))
         return

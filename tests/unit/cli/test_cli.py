@@ -145,6 +145,21 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
     assert "name: odd" in invoke("config", "show", "a=b.yaml", "train.steps=3", "--diff").stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("objective show grpo --png run.yaml/x.png", "cannot use run.yaml: File exists"),
+        ("reshard plan Llama-3.1-8B --save nowhere/x.json", "cannot use nowhere/x.json: No such file or directory"),
+        ("bench scores --tokens abc", "--tokens abc has other than numbers"),
+    ],
+)
+def test_what_a_command_cannot_write_or_read_is_a_sentence(
+    words: str, said: str, run_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_yaml.parent)
+    assert invoke(*words.split(), code=1).stderr.startswith(f"error: {said}")
+
+
 def test_a_warning_of_the_configuration_is_a_sentence(run_yaml: Path) -> None:
     result = invoke("config", "show", run_yaml, "objective.trust_region.low=0.2")
     assert result.stderr.startswith("warning: objective.trust_region.low = 0.2 with scale = length")
