@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_038,
-    "tests, lines": 45_038,
-    "docs and docstrings, words": 109_918,
+    "package, lines": 53_041,
+    "tests, lines": 45_040,
+    "docs and docstrings, words": 109_921,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

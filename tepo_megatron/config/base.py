@@ -82,12 +82,15 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _paths_are_not_empty(cls, raw: Any) -> Any:
-        """An empty path would be the current folder."""
+    def _nothing_is_converted(cls, raw: Any) -> Any:
+        """An empty path would be the current folder, and ``true`` 1."""
         if isinstance(raw, Mapping):
             for name, field in cls.model_fields.items():
                 if field.annotation in (Path, Path | None) and raw.get(name) == "":
                     raise ValueError(f"{name} is an empty path; write . for the current folder")
+                kinds = set(re.findall(r"\w+", repr(field.annotation))) if isinstance(raw.get(name), bool) else set()
+                if kinds & {"int", "float"} and "bool" not in kinds:
+                    raise ValueError(f"{name} = {_as_yaml(raw[name])} is no number; write one")
         return raw
 
     @field_validator("*")

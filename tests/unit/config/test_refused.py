@@ -25,6 +25,8 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
     [
         ("engine.recompute=some", 'engine.recompute: got "some"; allowed: "none", "selective", "full"'),
         ("optimizer.lr=-1", "optimizer.lr: got -1; allowed: a number > 0"),
+        ("optimizer.lr=true", "optimizer: lr = true is no number; write one"),
+        ("evaluate.problems=true", "evaluate: problems = true is no number; write one"),
         ("evaluate.problems=0", "evaluate.problems: got 0; allowed: an integer > 0 or null"),
         ("log.tensorboard=maybe", 'log.tensorboard: got "maybe"; allowed: true or false'),
         ("optimizer.betas=[0.9, x]", 'optimizer.betas[1]: got "x"; allowed: a number'),
