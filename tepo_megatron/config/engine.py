@@ -228,6 +228,8 @@ class EngineConfig(Section):
         if self.recompute == "selective" and not self.recompute_modules:
             yield "recompute = selective with no recompute_modules computes nothing again; set recompute = none"
         yield from self._idle(["recompute_modules"], "recompute", "selective")
+        if not self.noise_every:
+            yield from self._idle(["noise_sequences"], "noise_every", 50)
         yield from self._idle(["overlap_param_gather", "bucket_size"], "overlap_grad_reduce", True)
         if self.overlap_grad_reduce and self.parallel.dp * self.parallel.cp == 1:
             yield "overlap_grad_reduce = true hides a reduction, and with dp × cp = 1 there is none; leave it out, or raise dp"

@@ -72,7 +72,7 @@ class TrainConfig(Section):
     max_skipped: NonNegativeInt = 8
     """Most consecutive skips for a non-finite loss or gradient, saved in ``<output>/skipped``; then the run stops."""
 
-    hang_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
+    hang_timeout_s: Annotated[float, Field(ge=60, le=30 * 24 * 3600)] = 1800.0
     """Seconds without progress of a trainer rank before the job ends, with a report in ``<output>/logs/hang-….txt``. Progress:
     a phase, micro-batch, answered prompt, or server's tokens; time-outs of awaited servers and verifiers are added. It must
     exceed a micro-batch, a checkpoint, and a rank's start. 30 for a rank stopped by a signal.
@@ -206,6 +206,8 @@ class OptimizerConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr:g} is more than lr = {self.lr:g}; lower min_lr, or raise lr"
+        if self.schedule == "constant":
+            yield from self._idle(["min_lr"], "schedule", "linear")
         if not self.own_masters:
             return
         name = "offload_fraction" if self.offload_fraction else self.reduced_fields[0]
