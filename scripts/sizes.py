@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_045,
-    "tests, lines": 45_043,
+    "package, lines": 53_047,
+    "tests, lines": 45_046,
     "docs and docstrings, words": 109_921,
     "public classes and functions": 771,
     "modules": 273,

@@ -233,6 +233,8 @@ class Server:
         ]
         if config.placement == "colocated":
             flags.append("--enable-sleep-mode")
+            if config.drafts:  # no update sends its weights again
+                flags += ["--sleep-preserve-parameter-names", "draft.*"]
         if self.adapter_rank is not None:
             flags.append("--enable-lora")
         if not on_gpu:

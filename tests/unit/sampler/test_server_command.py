@@ -169,14 +169,17 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
 
-    def guessing(model: Path) -> Server:
-        config = ServerConfig.model_validate({"speculative": {"draft_model": model}, "tp": 2})
+    def guessing(model: Path, placement: str = "local") -> Server:
+        config = ServerConfig.model_validate({"speculative": {"draft_model": model}, "tp": 2, "placement": placement})
         return server(config, cores="0|1", model_dir=policy)
 
     command = guessing(draft).command(on_gpu=False)
     assert json.loads(command[command.index("--speculative-config") + 1]) == {
         "method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": 2, "num_speculative_tokens": 4
     }  # fmt: skip
+    preserved = "--sleep-preserve-parameter-names draft.*"
+    assert preserved in " ".join(guessing(draft, "colocated").command(on_gpu=True))
+    assert preserved not in " ".join(command)
     with pytest.raises(ValueError, match=r"other has a vocabulary of 65 tokens, and the model in .*policy one of 64"):
         guessing(other)
     with pytest.raises(ValueError, match=r"draft_model = .*nowhere is no folder with a model"):
