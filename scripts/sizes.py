@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_047,
-    "tests, lines": 45_046,
-    "docs and docstrings, words": 109_921,
+    "package, lines": 53_050,
+    "tests, lines": 45_052,
+    "docs and docstrings, words": 109_923,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

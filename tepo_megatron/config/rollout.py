@@ -94,7 +94,7 @@ class ServerConfig(Section):
     """Seconds from a server's start to its first answer: usually 15 to 60, more with slow disks or compilation."""
 
     request_timeout_s: Seconds = 300.0
-    """Seconds without an answer or token before a server is restarted; vLLM's limit for a worker's step."""
+    """Seconds without an answer or token before a server is restarted; above 300 also vLLM's limit for a step."""
 
     max_retries: NonNegativeInt = 3
     """Retries of a request after invalid answers, if possible elsewhere. More in a row restart the server."""

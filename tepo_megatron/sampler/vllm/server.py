@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -287,6 +288,8 @@ class Server:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(4 * IDLE_CONNECTION_S)),
             "PYTHONUNBUFFERED": "1",
         }
+        # 300 is vLLM's default; with tp > 1 a longer step ends its engine
+        environment.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(max(300, math.ceil(self.config.request_timeout_s))))
         if sys.platform == "linux":
             # vLLM's own groups: a server's workers are all on this machine. Ours offer an address (GlooGroup).
             environment["GLOO_SOCKET_IFNAME"] = "lo"

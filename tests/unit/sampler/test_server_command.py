@@ -75,6 +75,12 @@ def test_a_setting_reaches_vllm_and_its_default_does_not(
     assert (WORKER in " ".join(made.command(on_gpu=True))) is False
 
 
+@pytest.mark.parametrize(("timeout_s", "limit"), [(60.0, "300"), (900.5, "901")])
+def test_a_longer_time_without_tokens_is_also_vllms_for_a_step(timeout_s: float, limit: str) -> None:
+    environment = server(ServerConfig(request_timeout_s=timeout_s)).environment(on_gpu=True)
+    assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == limit
+
+
 def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
