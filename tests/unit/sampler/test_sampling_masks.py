@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import SamplingConfig
 from tepo_megatron.core.rollout import NO_TOKEN, Response, Rollout, SamplingMask, WeightsVersion, token_ids
@@ -36,14 +39,15 @@ class Engine:
         versions = [SimpleNamespace(start=0, version="3:ab")]
         self.output = SimpleNamespace(outputs=[SimpleNamespace(**drawn, logprobs=named, weight_versions=versions)])
 
-    async def generate(self, *_arguments: Any, **_options: Any) -> AsyncIterator[Any]:
+    async def generate(self, _prompt: Any, parameters: Any, *_arguments: Any, **_options: Any) -> AsyncIterator[Any]:
+        self.parameters = parameters
         yield self.output
 
 
-def served(engine: Engine, middleware: Middleware, *, sampling_mask: bool) -> Response:
+def served(engine: Engine, middleware: Middleware, *, sampling_mask: bool, **sampling: Any) -> Response:
     pytest.importorskip("vllm")
     sample = {"sample": 0, "seed": 1, "max_tokens": 4}
-    body = {"id": "a", "prompt": [1], "sampling": {"top_k": 3}, "samples": [sample], "sampling_mask": sampling_mask}
+    body = {"id": "a", "prompt": [1], "sampling": {"top_k": 3, **sampling}, "samples": [sample], "sampling_mask": sampling_mask}
     state = SimpleNamespace(engine_client=engine)
     status, content = ask(middleware, SAMPLES, json.dumps(body).encode(), state=state)
     assert status == 200
@@ -104,6 +108,18 @@ def test_a_server_is_asked_for_what_is_not_as_by_default_under_vllms_names() -> 
         "stop": ("\n",),
         "bad_words": ("a", "b"),
     }
+
+
+def test_a_stop_string_that_is_a_special_token_is_found(middleware: Middleware) -> None:
+    tokens = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokens.add_special_tokens(["<end>"])
+    served(engine := Engine([4], [-1.0], 0), middleware, sampling_mask=False, stop=["<end>"])
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    request: Any = SimpleNamespace(request_id="a", prompt_token_ids=[0], sampling_params=engine.parameters)
+    text = IncrementalDetokenizer.from_new_request(PreTrainedTokenizerFast(tokenizer_object=tokens), request)
+    assert text.update([1], False) is None
+    assert text.update([2], False) == "<end>"
 
 
 Others = list[list[int]]

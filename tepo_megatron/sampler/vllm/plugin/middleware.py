@@ -173,6 +173,7 @@ class _Samples:
             "logprobs": self._others,  # besides that of the drawn token
             "flat_logprobs": True,  # lists of numbers instead of an object a token
             "detokenize": bool(body["sampling"].get("stop")),
+            "skip_special_tokens": False,  # a stop string may be one
             "ignore_eos": True,  # stop_token_ids end a response, even if the server has a tokenizer
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
