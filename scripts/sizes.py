@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_051,
-    "tests, lines": 45_068,
+    "package, lines": 53_054,
+    "tests, lines": 45_077,
     "docs and docstrings, words": 109_923,
     "public classes and functions": 771,
     "modules": 273,

@@ -318,6 +318,9 @@ class Client:
         request, start = f"POST {self.url}{path}", running_time()
         try:
             yield
+        except httpx.ConnectTimeout as error:
+            message = f"{request}: no connection within {self._unbounded.connect:g} s"
+            raise (ServerFault if path in _REPEATED else ServerSilent)(message, url=self.url) from error
         except httpx.TimeoutException as error:
             # If the whole job was suspended meanwhile, the server was, too. The clock may lag a little.
             has_waited = running_time() - start >= 0.9 * self._timeout_s

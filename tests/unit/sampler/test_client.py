@@ -121,6 +121,15 @@ def test_an_answer_without_shares_says_nothing_about_weights(serve: Serve, reply
         serve(200, reply).read_back()
 
 
+def test_one_connection_that_is_not_made_is_a_fault_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", Mock(side_effect=httpx.ConnectTimeout("")))
+    client = Client(URL, KEY, 60.0)
+    for ask, fault in ((lambda: generate(client), ServerFault), (client.read_back, ServerFault), (client.pause, ServerSilent)):
+        with pytest.raises(fault, match="no connection within 10 s") as raised:
+            ask()
+        assert raised.type is fault
+
+
 @pytest.mark.parametrize("fault", [ServerSilent, ServerFault])
 def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_still(
     fault: type[ServerFault], monkeypatch: pytest.MonkeyPatch
