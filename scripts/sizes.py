@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_054,
-    "tests, lines": 45_077,
-    "docs and docstrings, words": 109_923,
+    "package, lines": 53_079,
+    "tests, lines": 45_102,
+    "docs and docstrings, words": 109_918,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

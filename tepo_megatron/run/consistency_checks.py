@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,11 +51,20 @@ class Canaries:
         )
 
     def check_servers(
-        self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
+        self,
+        fleet: Sampler,
+        step: int,
+        prompt: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        is_logged: bool,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
         started = time.perf_counter()
         share = Canary.check_read_back(step, fleet.read_back())
+        on_move()
         theirs = fleet.prompt_logprobs(prompt)
+        on_move()
         gap = self._canary.check(step, prompt, logprobs, theirs)
         mean, p90 = Canary.usual_gaps(logprobs, theirs)
         self.first_gap = mean if self.first_gap is None else self.first_gap

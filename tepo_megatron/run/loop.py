@@ -101,8 +101,8 @@ class Loop:
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
-        # A step is dropped if its updates take too long.
-        self.checked(lambda rank0: rank0.check_rollouts(self.step, scored), unless=self.stopping.update_fits)
+            # A step is dropped if its updates take too long.
+            self.checked(lambda rank0: rank0.check_rollouts(self.step, scored), unless=self.stopping.update_fits)
         with self.phase("update"), self.stopping.timed_update():
             passes = scored * self.config.train.epochs_per_batch  # in one order: a part keeps the micro-batches of its scores
             updates = [engine.update(part, last=number == len(passes)) for number, part in enumerate(passes, start=1)]

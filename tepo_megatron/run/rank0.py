@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
+from tepo_megatron.errors import is_ours
 from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.consistency_checks import Canaries
 from tepo_megatron.run.display.figures import LOST
@@ -171,8 +172,9 @@ class Rank0:
     def check_rollouts(self, step: int, scored: Sequence[Batch]) -> None:
         try:
             self.checks.check_rollouts(step, scored, self.collector.rollouts)
-        except RuntimeError:
-            self.collector.refuse(step)
+        except RuntimeError as error:
+            if is_ours(error):
+                self.collector.refuse(step)
             raise
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
@@ -180,7 +182,8 @@ class Rank0:
         sampler, is_logged = self.servers.sampler, self.output.last_step == step
         assert sampler is not None, "a replayed run has no servers"
         check = partial(self.checks.check_servers, sampler, step, prompt, logprobs, is_logged=is_logged)
-        return self.servers.run_or_revive(check)[1]
+        with self._signals.interruptible():  # servers whose slots are busy answer late
+            return self.servers.run_or_revive(partial(check, on_move=self.heartbeat.moved))[1]
 
     # -- evaluation and logs ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from itertools import count
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, ReadBack, Sampler, SamplerSpec, Scores, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings
-from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES, check_quantization, cores_of_servers
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import VllmParallel
@@ -107,7 +109,7 @@ class Fleet(ServerPool, Sampler):
         def ask(client: Client) -> None:
             for faults in count(1):
                 try:
-                    answers[client.url] = question(client)
+                    answers[client.url] = self._watched(client, question)
                     return
                 except (ServerSilent, ServerGone):
                     raise
@@ -119,6 +121,17 @@ class Fleet(ServerPool, Sampler):
 
         self._on_all(ask)
         return answers
+
+    def _watched(self, client: Client, question: Callable[[Client], T]) -> T:
+        """A request may wait while its server makes tokens."""
+        watch = ProgressWatch(client.progress, self.config.request_timeout_s)
+        with ThreadPoolExecutor(1, thread_name_prefix="ask-server") as thread, closing(watch):
+            answer = thread.submit(question, client)
+            while not wait([answer], watch.interval_s).done:
+                if why := watch.look():
+                    client.close()
+                    raise ServerSilent(f"{client.url}: {why}", url=client.url)
+            return answer.result()
 
     def sleep(self) -> None:
         if self._sleeps:

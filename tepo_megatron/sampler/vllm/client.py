@@ -67,7 +67,7 @@ class Client:
     """Requests to one server, from several threads.
 
     Raises ServerSilent after ``timeout_s``, ServerFault if the server cannot be reached, fails (status 5xx) or answers wrongly,
-    RuntimeError for a refusal. Samples, but those drawn first, and receiving weights have no time limit; ``close`` ends
+    RuntimeError for a refusal. Samples, the canary's requests and receiving weights have no time limit; ``close`` ends
     them. ``asleep``: freed memory. ``routed``: responses must have their experts. ``versions_apart``: versions share no cached
     prompts. ``pool`` is one per server, so that a hanging one blocks no others.
     """
@@ -150,8 +150,8 @@ class Client:
         """Yields (sample, response) as samples finish.
 
         ``versions``: weights that may draw tokens, oldest first; the last may be on its way (``updating``). ``first``: the
-        request passes others and has a time limit: ServerSilent where the server sends nothing for so long. ``cached`` gets
-        the cached tokens of each sample's prompt. ``is_aborted``: ``abort`` was called, and unfinished samples come in part.
+        request passes waiting ones. ``cached`` gets the cached tokens of each sample's prompt. ``is_aborted``: ``abort`` was
+        called, and unfinished samples come in part.
         Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
         """
         self._check_awake()
@@ -173,7 +173,7 @@ class Client:
             ],
         }
         # Closed here: the garbage collector could do it while a thread holds the lock that this needs.
-        with closing(self._stream(SAMPLES, body, self._http.timeout if first else self._unbounded)) as pieces:
+        with closing(self._stream(SAMPLES, body, self._unbounded)) as pieces:
             try:
                 yield from read_responses(
                     pieces,
@@ -194,15 +194,15 @@ class Client:
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        return self.score(prompt).logprobs
+        return self.score(prompt, timeout=self._unbounded).logprobs
 
-    def score(self, prompt: Sequence[int], k: int = 0) -> Scores:
+    def score(self, prompt: Sequence[int], k: int = 0, timeout: httpx.Timeout | None = None) -> Scores:
         """Passes all waiting samples."""
         self._check_awake()
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
         sampling = {"max_tokens": 1, "prompt_logprobs": k}
         body = {"model": self._model, "token_ids": list(prompt), "sampling_params": sampling, "priority": _FIRST}
-        reply = self._post(GENERATE, body)
+        reply = self._post(GENERATE, body, timeout)
         try:
             scored = reply["prompt_logprobs"][1:]
             places = list(zip(prompt[1:], scored, strict=True))
@@ -229,7 +229,7 @@ class Client:
 
     def read_back(self) -> ReadBack:
         self._check_awake()
-        reply = self._post(READ_BACK)
+        reply = self._post(READ_BACK, timeout=self._unbounded)
         try:
             return ReadBack([str(name) for name in reply["changed"]], float(reply["share"]))
         except (KeyError, TypeError, ValueError) as error:

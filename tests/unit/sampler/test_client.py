@@ -131,7 +131,7 @@ def test_one_connection_that_is_not_made_is_a_fault_that_is_repeated(monkeypatch
 
 
 @pytest.mark.parametrize("fault", [ServerSilent, ServerFault])
-def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_still(
+def test_a_score_does_not_wait_for_an_answer_that_stands_still(
     fault: type[ServerFault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server counts as silent unless this process stood still, too."""
@@ -141,7 +141,7 @@ def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_stil
 
         def begin_an_answer() -> None:
             connection, _ = listener.accept()
-            held.append(connection)  # an open stream, whose engine does not answer
+            held.append(connection)  # an open answer, whose engine says nothing
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
 
@@ -151,7 +151,7 @@ def test_a_reading_through_the_cache_does_not_wait_for_a_stream_that_stands_stil
         client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY, 0.2)
         try:
             with pytest.raises(fault, match=r"rollout\.server\.request_timeout_s") as raised:
-                client.read_through_cache((1, 5), 4, NINE)
+                client.score((1, 5))
             assert raised.type is fault
         finally:
             client.close()

@@ -21,7 +21,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sample as Request
 from tepo_megatron.sampler.vllm.client import GENERATE, Client, ServerGone
-from tepo_megatron.sampler.vllm.wire import SAMPLES, BadAnswer, head_frame, read_responses, response_frame
+from tepo_megatron.sampler.vllm.wire import READ_BACK, SAMPLES, BadAnswer, head_frame, read_responses, response_frame
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, Sender, answer_well, choice, fleet_of
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
@@ -304,6 +304,24 @@ def test_a_slow_server_that_makes_tokens_is_left_alone(
         assert set(fleet.figures().values()) == {0}
 
 
+@pytest.mark.slow
+def test_a_canary_waits_while_running_samples_make_tokens(server: FaultyServer, tmp_path: Path) -> None:
+    """vLLM's priority passes no running request."""
+
+    def busy(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+        until = time.monotonic() + 2 * SHORT_S
+        while time.monotonic() < until:
+            server.tokens += 1
+            time.sleep(0.05)
+        return counted(server, samples)
+
+    counted = spoilt(lambda samples: samples[0].update(cached=0))
+    server.faults, server.always = [busy], counted
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
+        assert list(fleet.read_through_cache((1, 5), 4)) == [server.url]
+        assert set(fleet.figures().values()) == {0}
+
+
 PAUSE, UPDATE, FINISH, RESET = "/pause?mode=keep", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"
 
 
@@ -358,16 +376,23 @@ def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[F
 
 
 def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(server: FaultyServer, tmp_path: Path) -> None:
-    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S, max_retries=1, max_restarts=9) as (fleet, _):
+    with fleet_of([server], tmp_path, max_retries=1, max_restarts=9) as (fleet, _):
         server.sample = lambda body: (200, b"{}")  # type: ignore[method-assign]
         with pytest.raises(ServerDied, match="something else than the log-probs of the prompt"):
             fleet.prompt_logprobs((1, 2, 3))
         assert fleet.figures()["requests/retried"] == 1
         fleet.revive()
-        server.hangs = {GENERATE}
-        with pytest.raises(ServerDied, match="no answer within 3 s"):
-            fleet.prompt_logprobs((1, 2, 3))
-        assert not server.alive
+        fleet.config = fleet.config.model_copy(update={"request_timeout_s": 0.5})
+        for route, ask in (
+            (GENERATE, lambda: fleet.prompt_logprobs((1, 2, 3))),
+            (SAMPLES, lambda: fleet.read_through_cache((1, 2), 4)),
+            (READ_BACK, fleet.read_back),
+        ):
+            server.hangs, fleet._version = {route}, WeightsVersion(0)
+            with pytest.raises(ServerDied, match=r"no new token of any request within 0\.5 s"):
+                ask()
+            assert not server.alive
+            assert fleet.revive()
 
 
 # -- a server that does not come up again
