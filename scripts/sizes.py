@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_079,
-    "tests, lines": 45_102,
+    "package, lines": 53_094,
+    "tests, lines": 45_141,
     "docs and docstrings, words": 109_918,
     "public classes and functions": 771,
     "modules": 273,

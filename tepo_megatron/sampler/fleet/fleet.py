@@ -235,6 +235,13 @@ def _check_model(config: ServerConfig, spec: ModelSpec) -> None:
         VllmParallel(tp=config.tp).check(spec)
     except ValueError as error:
         raise ValueError(f"rollout.server.tp = {config.tp} does not fit this model: {error}") from None
+    size, width = spec.ffn_size // config.tp, spec.hidden_size
+    in_blocks = config.quantization == "fp8_per_block" and config.transfer == "reshard"
+    if in_blocks and spec.experts is not None and (size % 128 or width % 128):
+        raise ValueError(
+            f"rollout.server.quantization = fp8_per_block: a worker's part of an expert is {size} × {width}, which vLLM pads "
+            "to multiples of 128; set rollout.server.transfer = gather, or another quantization or tp"
+        )
 
 
 def _check_machine(config: ServerConfig, spec: ModelSpec) -> None:

@@ -49,7 +49,7 @@ def evaluate_model(
     config = config.with_dtype(config.dtype(this_machine().gpus))
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
-    sampler_spec().check_model(config.rollout.server, spec)
+    sampler_spec().check_model(config.rollout.server.model_copy(update={"transfer": "gather"}), spec)  # vLLM loads the weights
     servers = _without_trainer(config.rollout.server)
     tokenizer = load_tokenizer(folder)
     tokenizer.check_model()

@@ -251,6 +251,18 @@ def test_a_checkpoint_that_is_quantised_already_is_refused_by_the_name_of_its_la
         assert "rollout.server.quantization" in text
 
 
+def test_experts_that_vllm_has_padded_are_refused_with_what_to_set() -> None:
+    pytest.importorskip("vllm")
+    from tepo_megatron.sampler.vllm.plugin.engine import ShardLoader
+
+    model: Any = torch.nn.Module()
+    model.experts = torch.nn.Linear(2, 2, bias=False)
+    sizes = {"intermediate_size_per_partition": 256, "intermediate_size_per_partition_unpadded": 192}
+    model.experts.moe_config = SimpleNamespace(**sizes)
+    with pytest.raises(RuntimeError, match=r"pads each expert from 192 to 256 here; set rollout.server.transfer = gather"):
+        ShardLoader(model, {})
+
+
 def test_a_worker_on_a_cpu_sleeps_between_looks_for_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A spinning worker takes a core from the trainer."""
     pytest.importorskip("vllm")

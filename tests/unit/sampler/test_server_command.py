@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +23,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
 from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization
 from tepo_megatron.sampler.vllm.server import Server
@@ -34,6 +36,8 @@ from tepo_megatron.sampler.vllm.wire import (
     SPECULATES_VARIABLE,
 )
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
+from tepo_megatron.weights.architecture import Experts
+from tests.support.reshard_models import small_spec
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
 WORKER = "--worker-cls tepo_megatron.sampler.vllm.plugin.workers.Worker"
@@ -274,6 +278,28 @@ def test_an_impossible_tp_is_a_sentence_that_names_the_field(tmp_path: Path, mon
         evaluate_model(config, "builtin:tiny")
     assert not list(tmp_path.iterdir())
     check_model(load_run(None, [*given, f"rollout.replay={tmp_path}"]))  # a replayed run starts no server
+
+
+def test_experts_that_vllm_pads_to_blocks_are_refused_unless_it_loads_them_itself() -> None:
+    spec = small_spec(architecture="MixtralForCausalLM", experts=Experts(4, 2, renormalize=True), hidden_size=256, ffn_size=768)
+    blocks: dict[str, Any] = {"quantization": "fp8_per_block", "dtype": "bfloat16"}
+    for config in (blocks, {"tp": 4}, blocks | {"tp": 4, "transfer": "gather"}):
+        sampler_spec().check_model(ServerConfig.model_validate(config), spec)
+    for tp, changed, size in ((4, spec, "192 × 256"), (1, replace(spec, hidden_size=160), "768 × 160")):
+        with pytest.raises(ValueError, match=rf"part of an expert is {size}, .* set rollout.server.transfer = gather"):
+            sampler_spec().check_model(ServerConfig.model_validate(blocks | {"tp": tp}), changed)
+    sampler_spec().check_model(ServerConfig.model_validate(blocks | {"tp": 4}), replace(spec, experts=None))
+
+
+def test_an_evaluation_takes_experts_that_vllm_pads_since_it_has_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec(architecture="MixtralForCausalLM", experts=Experts(4, 2, renormalize=True), hidden_size=256, ffn_size=160)
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.read_model_spec", lambda _: spec)
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.load_tokenizer", Mock(side_effect=OSError("checked")))
+    blocks = ["rollout.server.quantization=fp8_per_block", "rollout.uncorrected=true", "model.dtype=bfloat16"]
+    with pytest.raises(OSError, match="checked"):
+        evaluate_model(load_run(None, [*blocks, f"output={tmp_path}/out"]), "builtin:tiny")
 
 
 def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

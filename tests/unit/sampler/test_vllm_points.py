@@ -25,6 +25,7 @@ MEMBERS = """
 AsyncLLM abort collective_rpc generate model_config output_handler output_processor shutdown vllm_config
 AuxOutputWorkerConnector begin_step close prepare_output; Worker get_model_inspection model_runner rank weight_transfer_engine
 CompletionOutput finish_reason logprobs routed_experts token_ids weight_versions; InputBatch num_computed_tokens_cpu req_ids
+FusedMoEConfig intermediate_size_per_partition intermediate_size_per_partition_unpadded
 FlatLogprobs logprobs token_ids; LayerReloadingInfo restore_metadata; RequestState detokenizer; WeightVersionSpan start version
 GPUModelRunner get_model input_batch query_start_loc sampler; ModelRunnerOutput aux_output_connector_output sampled_token_ids
 GenerateRequest model priority sampling_params token_ids; VocabParallelEmbeddingShardIndices num_org_elements

@@ -306,6 +306,14 @@ class ShardLoader(Mapping[str, Tensor]):
         for name, elements in wanted.items():
             if self._given.get(name, 0) != elements:
                 problems.append(f"{name} would get {self._given.get(name, 0)} of {elements} elements")
+        configs: list[Any] = [module.moe_config for module in self._model.modules() if hasattr(module, "moe_config")]
+        sizes = {(moe.intermediate_size_per_partition_unpadded, moe.intermediate_size_per_partition) for moe in configs}
+        problems += [
+            f"vLLM pads each expert from {size} to {padded} here; set rollout.server.transfer = gather, or a tp that leaves a "
+            "multiple of 128"
+            for size, padded in sizes
+            if padded != size
+        ]
         if problems:
             raise RuntimeError(f"the trainer's plan does not fit this worker's model: {'; '.join(problems)}")
 
