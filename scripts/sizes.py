@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_094,
-    "tests, lines": 45_141,
+    "package, lines": 53_108,
+    "tests, lines": 45_143,
     "docs and docstrings, words": 109_918,
     "public classes and functions": 771,
     "modules": 273,

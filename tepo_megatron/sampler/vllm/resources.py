@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from tepo_megatron.config.rollout import ServerConfig
@@ -40,15 +42,27 @@ def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> sock
     raise RuntimeError(f"no free port from {first} on at {host}; set rollout.server.port to another one, or 0 for any")
 
 
-def listens_as_this_user(port: int) -> bool:
+def listens_as_this_user(host: str, port: int) -> bool:
     """False if another user's socket listens: until vLLM does, anybody may, and would get the run's key. Linux only."""
+    try:
+        ours = {_unmapped(ip_address(str(info[4][0]).partition("%")[0])) for info in socket.getaddrinfo(host, port)}
+    except OSError:
+        return False
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 _, local, _, state, _, _, _, user, *_ = line.split()
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port and int(user) != os.geteuid():
-                    return False
+                words, _, listened = local.rpartition(":")
+                if state == _LISTENS and int(listened, 16) == port and int(user) != os.geteuid():
+                    parts = [int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)]
+                    address = _unmapped(ip_address(b"".join(parts)))
+                    if address in ours or any(one.is_unspecified for one in (address, *ours)):
+                        return False
     return True
+
+
+def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def worker_cores(config: ServerConfig, servers: int, available: Sequence[int] | None = None) -> list[str]:

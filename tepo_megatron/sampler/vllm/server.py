@@ -155,7 +155,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
-        return self.alive and self.is_healthy(self.url) and listens_as_this_user(self.port)
+        return self.alive and self.is_healthy(self.url) and listens_as_this_user(self.config.host, self.port)
 
     def stop(self) -> None:
         """Waits seconds between SIGTERM and SIGKILL."""

@@ -56,9 +56,9 @@ def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it() -> None:
 LISTEN = """
 import os, socket, sys
 os.setuid(int(sys.argv[2]))
-server = socket.socket()
+server = socket.socket(socket.AF_INET6 if ":" in sys.argv[3] else socket.AF_INET)
 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-server.bind(("127.0.0.1", int(sys.argv[1])))
+server.bind((sys.argv[3], int(sys.argv[1])))
 server.listen()
 print("listening", flush=True)
 sys.stdin.read()
@@ -69,13 +69,15 @@ sys.stdin.read()
 def test_another_user_who_listens_where_a_server_starts_is_not_the_server() -> None:
     with reserve_port(HOST) as held:
         port = held.getsockname()[1]
-        assert listens_as_this_user(port)
-        for user, is_ours in ((65534, False), (0, True)):
-            command = [sys.executable, "-c", LISTEN, str(port), str(user)]
+        assert listens_as_this_user(HOST, port)
+        cases = [(65534, HOST, False), (0, HOST, True), (65534, "127.0.0.2", True)]
+        for user, host, is_ours in cases + [(65534, "::ffff:127.0.0.1", False)] * Path("/proc/net/tcp6").exists():
+            command = [sys.executable, "-c", LISTEN, str(port), str(user), host]
             with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as listener:
                 assert listener.stdout is not None
                 assert listener.stdout.readline() == "listening\n"
-                assert listens_as_this_user(port) == is_ours
+                assert listens_as_this_user(HOST, port) == is_ours
+                assert listens_as_this_user("0.0.0.0", port) == (user == 0)
 
 
 @pytest.mark.parametrize(
