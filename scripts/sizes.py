@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_108,
-    "tests, lines": 45_143,
-    "docs and docstrings, words": 109_918,
+    "package, lines": 53_124,
+    "tests, lines": 45_155,
+    "docs and docstrings, words": 109_923,
     "public classes and functions": 771,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -76,7 +76,7 @@ class Inputs:
                 left_out.append(f"{source.path}: {refused}: no response solves them")
         if config.rollout.sampling.needs_tokenizer and replay is None:
             texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
-            tokenizer.check_served(texts)
+            tokenizer.check_served(texts, config.rollout.sampling.bad_words)
         limit = config.rollout.server.max_model_len or spec.max_positions
         used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
         sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ Tools = Sequence[Mapping[str, Any]] | None
 _MARKS = range(0xE000, 0x110000)  # private use first; they replace special tokens' texts in templates
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TEXTS = 200
+# vLLM's limits of rows and of all tokens; above the second an engine on a GPU dies at the first sample
+_BAD_WORDS = {"VLLM_MAX_NUM_BAD_WORDS": 128, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": 1024}
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
@@ -147,8 +150,10 @@ class Tokenizer(ABC):
                 f"{' or '.join(map(str, expected))} (eos_token_id): responses would never end; make the two equal"
             )
 
-    def check_served(self, texts: Iterable[str]) -> None:
-        """Raises ValueError if vLLM's ``AutoTokenizer`` differs from ``tokenizer.json`` on the first texts."""
+    def check_served(self, texts: Iterable[str], bad_words: Iterable[str] = ()) -> None:
+        """Raises ValueError if vLLM's ``AutoTokenizer`` differs from ``tokenizer.json`` on the first texts, or for too many
+        ``bad_words``.
+        """
         if not (self._folder / "tokenizer.json").is_file():
             return
         from transformers import AutoTokenizer
@@ -162,6 +167,17 @@ class Tokenizer(ABC):
                     "rollout.sampling.stop and bad_words are looked for by vLLM, which reads tokenizers with transformers' "
                     f"AutoTokenizer, and that divides or joins text unlike {self._folder / 'tokenizer.json'}, such as "
                     f"{text[:60]!r}; leave stop and bad_words out, and end responses with the end token"
+                )
+        rows: list[list[int]] = []
+        for word in dict.fromkeys(bad_words):  # as vLLM's SamplingParams.update_from_tokenizer
+            plain, spaced = (served.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+            rows += [plain, spaced] if len(spaced) == len(plain) and spaced[:1] != plain[:1] else [plain]
+        most = {name: int(os.environ.get(name, default)) for name, default in _BAD_WORDS.items()}
+        for (name, limit), count in zip(most.items(), (len(rows), sum(map(len, rows))), strict=True):
+            if count > limit:
+                raise ValueError(
+                    f"rollout.sampling.bad_words are {count} rows or tokens, with and without a leading space; vLLM takes at "
+                    f"most {limit} ({name}): leave some out"
                 )
 
     def _is_known(self, token: int) -> bool:

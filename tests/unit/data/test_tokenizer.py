@@ -204,6 +204,14 @@ class TestOwnTokenizer:
         for fine in (chat_folder, TINY):
             load_tokenizer(fine).check_served(["37 1024", "the sum"])
 
+    @pytest.mark.parametrize(("digits", "size", "counts"), [(2, 65, "130"), (8, 64, "1152")])
+    def test_more_bad_words_than_vllm_takes_are_refused(self, chat_folder: Path, digits: int, size: int, counts: str) -> None:
+        tokenizer = load_tokenizer(chat_folder)
+        words = [f"a{number:0{digits}}" for number in range(size)]
+        tokenizer.check_served([], words[:56] * 2)
+        with pytest.raises(ValueError, match=f"rollout.sampling.bad_words are {counts} rows or tokens"):
+            tokenizer.check_served([], words)
+
 
 class TestCheck:
     @pytest.mark.parametrize(

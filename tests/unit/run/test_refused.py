@@ -268,12 +268,16 @@ def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_with_what_woul
 
 def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(Tokenizer, "check_served", lambda _self, texts: seen.extend(texts))
+    monkeypatch.setattr(Tokenizer, "check_served", lambda _self, texts, words: seen.extend([*texts, *words]))
     read(load_run(None, [SHORT]))
     assert not seen
     read(load_run(None, [SHORT, 'rollout.sampling.stop=["\\n"]']))
+    assert seen
+    seen.clear()
+    read(load_run(None, [SHORT, 'rollout.sampling.bad_words=["never"]', "rollout.sampling.top_k=5"]))
     assert seen[0].endswith("=")
     assert seen[1].isdecimal()
+    assert seen[-1] == "never"
 
 
 def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) -> None:
