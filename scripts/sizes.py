@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_124,
-    "tests, lines": 45_155,
-    "docs and docstrings, words": 109_923,
-    "public classes and functions": 771,
+    "package, lines": 53_135,
+    "tests, lines": 45_170,
+    "docs and docstrings, words": 109_936,
+    "public classes and functions": 773,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -35,7 +35,7 @@ from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import StopSignals
-from tepo_megatron.runtime.restarts import job_name
+from tepo_megatron.runtime.restarts import job_of_checkpoints
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import truncation_of
@@ -250,7 +250,7 @@ class Rank0:
 
     def state(self) -> dict[str, Any]:
         state = {"sampler": self.collector.state(), "row": self._row, "first_gap": self.checks.first_gap}
-        return state | ({"job": job} if (job := job_name()) else {})
+        return state | ({"job": job} if (job := job_of_checkpoints()) else {})
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         restarted = self.collector.restore(state)

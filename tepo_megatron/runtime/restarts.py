@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _JOB, _ATTEMPT = "TEPO_JOB", "TEPO_ATTEMPT"
+_LAUNCHED_JOB = "TEPO_LAUNCHED_JOB"  # the name of tepo launch's job, also when Slurm starts it again
 
 
 class RanksEnd(NamedTuple):
@@ -38,6 +39,15 @@ class RanksEnd(NamedTuple):
 def job_name() -> str:
     """Returns a random name, the same in all attempts of a job; "" if its ranks are not started again."""
     return os.environ.get(_JOB, "")
+
+
+def job_of_checkpoints() -> str:
+    """``job_name``, but of ``tepo launch`` the same when Slurm starts the job again."""
+    return os.environ.get(_LAUNCHED_JOB) or job_name()
+
+
+def starts_again() -> bool:
+    return attempt() > 0 or (_LAUNCHED_JOB in os.environ and variable("SLURM_RESTART_COUNT", 0) > 0)
 
 
 def attempt() -> int:

@@ -17,12 +17,7 @@ needed=$ranks work="$ranks ranks"
 if [[ $node == 0 ]]; then
   "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
 fi
-# A job that Slurm has started again goes on from the newest checkpoint (also where it was first resumed from another one), or
-# begins anew where there is none.
-again=()
-if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-  again=(train.resume=auto train.resume_from=null)
-fi
+export TEPO_LAUNCHED_JOB=${job%.*} # a later start of it continues from its newest checkpoint
 if [[ -z $interface && $1 == 127.* && $nodes != 1 ]]; then
   echo "error: the first node's name stands for its loopback address $1; set rollout.server.interface" >&2
   exit 1
@@ -50,7 +45,7 @@ code=0
   --max-restarts @restarts@ --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
-  -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" "${again[@]}" || code=$?
+  -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" || code=$?
 if [[ $node == 0 ]]; then
   mkdir -p "$out/servers/$job"
   echo "$code" >"$out/servers/$job/@ended@"

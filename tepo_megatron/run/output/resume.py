@@ -20,7 +20,7 @@ from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.hub import HUB
-from tepo_megatron.runtime.restarts import attempt, job_name
+from tepo_megatron.runtime.restarts import attempt, job_of_checkpoints, starts_again
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
 from tepo_megatron.trainer.run_compatibility import Difference, compare_runs, describe_run, idle_entries, is_allowed, refusal
@@ -131,8 +131,8 @@ def resumes(config: RunConfig) -> bool:
 
 
 def of_attempt(config: RunConfig) -> RunConfig:
-    """Restarted ranks continue from their job's newest checkpoint; until there is one, they start as at first."""
-    if not attempt():
+    """Restarted ranks and jobs continue from their job's newest checkpoint; without one they start as at first."""
+    if not starts_again():
         return config
     if config.train.resume_from is not None and not any(map(_is_of_this_job, checkpoints(config.output / "checkpoints"))):
         return config
@@ -141,7 +141,7 @@ def of_attempt(config: RunConfig) -> RunConfig:
 
 def _is_of_this_job(folder: Path) -> bool:
     with suppress(DamagedCheckpoint):
-        return read_state(folder).get("job") == job_name()
+        return read_state(folder).get("job") == job_of_checkpoints()
     return False
 
 

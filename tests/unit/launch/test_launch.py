@@ -51,8 +51,9 @@ class Shell:
 
 
 def run_train_script(folder: Path, *overrides: str, **environment: str) -> list[str]:
-    """PyTorch's setting of its allocator, and the arguments of torchrun, which a python that only writes them down gets."""
-    text = 'if [[ $2 == tepo_megatron.runtime.torchrun ]]; then printf "%s\\n" "segments=$PYTORCH_CUDA_ALLOC_CONF" "$@"; fi'
+    """PyTorch's setting of its allocator, the job, and the arguments of torchrun, which a python that only writes them gets."""
+    shown = '"segments=$PYTORCH_CUDA_ALLOC_CONF" "job=$TEPO_LAUNCHED_JOB" "$@"'
+    text = f'if [[ $2 == tepo_megatron.runtime.torchrun ]]; then printf "%s\\n" {shown}; fi'
     python = write_script(folder / "python", text)
     script = script_of("train", job(f"output={folder}", *overrides, f"cluster.python={python}"))
     done = bash(script, "10.0.0.7", **environment)
@@ -68,12 +69,11 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     nodes = ("cluster.train_nodes=2", "engine.parallel.dp=2")
     got = run_train_script(tmp_path, *nodes, SLURM_JOB_ID="20123", SLURM_NODEID="1")
     heartbeats = f"{tmp_path}/status"
-    assert got[1:5] == ["-m", "tepo_megatron.runtime.torchrun", "--status", heartbeats]
+    assert got[2:6] == ["-m", "tepo_megatron.runtime.torchrun", "--status", heartbeats]
     assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
     assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
     assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
-    assert "train.resume=auto" not in got
     assert Path(option(got, "--log-dir")).is_dir()
 
 
@@ -115,12 +115,12 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
     assert "set rollout.server.interface" in done.stderr
 
 
-@pytest.mark.parametrize(("restarts", "resumes"), [("0", False), ("1", True), ("7", True)])
-def test_a_job_that_was_started_again_resumes_if_it_can(tmp_path: Path, restarts: str, resumes: bool) -> None:
-    """What a run with train.resume = auto does: tests/unit/run/test_output.py."""
+@pytest.mark.parametrize("restarts", ["0", "7"])
+def test_a_job_that_was_started_again_has_its_old_name(tmp_path: Path, restarts: str) -> None:
+    """What it then resumes from: tests/unit/run/test_folder.py."""
     got = run_train_script(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
-    assert ("train.resume=auto" in got) == resumes
-    assert ("train.resume_from=null" in got) == resumes  # what it was first resumed from is behind it
+    assert "job=7" in got
+    assert not [argument for argument in got if argument.startswith("train.resume")]
 
 
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:

@@ -66,8 +66,11 @@ def test_verdicts_of_an_evaluation_are_progress(reference_run: Any, monkeypatch:
     assert [move for move in moves if move] == [run.loop.rank0.heartbeat.moved] * 4  # greedy and sampled, twice
 
 
-def test_a_last_step_that_is_not_due_is_saved(reference_run: Any) -> None:
-    assert reference_run({"train.save_every": 0}).run().noted("save ") == ["save 2"]
+def test_a_last_step_that_is_not_due_is_saved_and_names_its_job(reference_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEPO_LAUNCHED_JOB", "7")
+    run = reference_run({"train.save_every": 0}).run()
+    assert run.noted("save ") == ["save 2"]
+    assert json.loads((run.config.output / "checkpoints" / "step_000002" / "state.json").read_text())["job"] == "7"
 
 
 def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(reference_run: Any) -> None:
