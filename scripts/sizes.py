@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_135,
-    "tests, lines": 45_170,
+    "package, lines": 53_141,
+    "tests, lines": 45_205,
     "docs and docstrings, words": 109_936,
     "public classes and functions": 773,
     "modules": 273,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path, PurePosixPath
 
 from tepo_megatron.config import RunConfig
@@ -35,12 +36,13 @@ def on_nodes(config: RunConfig) -> RunConfig:
     """
     _check_reachable(config)
     config = absolute(config)
-    output, is_slurm = config.output, config.cluster.executor == "slurm"
+    output, executor = config.output, config.cluster.executor
     for char in str(output):
         # NeMo-Run quotes nothing, and Slurm expands % in log paths.
-        if char.isspace() or (is_slurm and (char == "%" or (char.isascii() and shlex.quote(char) != char))):
+        needs_quotes = executor != "local" and char.isascii() and shlex.quote(char) != char
+        if char.isspace() or needs_quotes or (executor == "slurm" and char == "%"):
             raise ValueError(
-                f"output = {str(output)!r} has {char!r}, which Slurm's scripts and logs cannot have; choose another folder"
+                f"output = {str(output)!r} has {char!r}, which NeMo-Run's scripts cannot have; choose another folder"
             )
     if not config.cluster.rollout_nodes:
         return config
@@ -94,6 +96,9 @@ class Job:
             if field != "cluster.ssh_identity" and not path.startswith(BUILTIN):
                 is_file = field.startswith(("data.", "evaluate.")) or field.endswith("key_file") or path.endswith(".py")
                 folders.add(PurePosixPath(path).parent if is_file else PurePosixPath(path))
+        for char, folder in product(",:", map(str, folders)):
+            if char in folder:
+                raise ValueError(f"{folder} has {char!r}, which divides the mounts of a container; rename the folder")
         output = PurePosixPath(self.config.output)
         local = sorted(f"{folder}:{folder}" for folder in folders if output not in folder.parents)
         return list(dict.fromkeys([*local, *self.config.cluster.mounts]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
     cluster = config.cluster
     head_address = "head_node_ip=${head_node_ip%% *}"
     if (interface := config.rollout.server.interface) is not None:
-        shown = f"ip -4 -o addr show dev {interface}"
+        shown = f"ip -4 -o addr show dev {shlex.quote(interface)}"
         head_address = f"head_node_ip=$({shown} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
     split = [option.partition("=") for option in cluster.sbatch]
     options = {name.lstrip("-"): value if equals else True for name, equals, value in split}
@@ -105,8 +106,8 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         gpus_per_node=cluster.gpus_per_node if config.engine.wants_gpus else None,
         exclusive=True,
         mem="0",
-        container_image=role.container,
-        container_mounts=Job(config).mounts if role.container else [],
+        container_image=role.container and shlex.quote(role.container),
+        container_mounts=[*map(shlex.quote, Job(config).mounts)] if role.container else [],
         srun_args=[*placed, *(_OUTLIVES_NODES if survives else ()), *(["--no-container-mount-home"] if role.container else [])],
         # NeMo-Run itself asks for --requeue, and for logs that a job's next start continues (open-mode=append)
         additional_parameters={

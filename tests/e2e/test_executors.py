@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tepo_megatron.runtime.preemption import PREEMPTED
 from tests.support.launcher import launcher
 from tests.support.processes import eventually, family
 from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
+from tests.support.shell import bash, write_script
 from tests.support.submissions import JOB
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +79,32 @@ def test_each_service_gets_what_the_golden_file_says(submissions: dict[str, Any]
         golden.write_text(json.dumps(result, indent=2) + "\n")
         pytest.fail(f"wrote {golden}; look at it")
     assert result == json.loads(golden.read_text())
+
+
+SCRIPT = """
+import sys
+from tepo_megatron.config.load import load_run
+from tepo_megatron.launch.job import on_nodes
+from tepo_megatron.launch.nemo import write_scripts
+print(write_scripts(on_nodes(load_run(None, sys.argv[1:])))["sbatch"])
+"""
+
+
+def test_slurms_script_gives_srun_the_values_as_they_are(python: str, tmp_path: Path) -> None:
+    evil, login = tmp_path / "evil", "$oauthtoken@nvcr.io#acme/tepo:1"
+    settings = ["model.path=/a model", f"cluster.container={login}", f"rollout.server.interface=ib0; touch {evil}"]
+    settings = [*RUN, *settings, "cluster.mounts=['/my data:/data:ro']"]
+    done = bash('"$@"', python, "-c", SCRIPT, *settings, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    for name, text in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "echo n1"), ("ip", ""), ("ps", "exit 1"), ("sleep", "")):
+        write_script(tmp_path / name, text)
+    shown = bash(done.stdout, folder=str(tmp_path), SLURM_JOB_ID="7").stdout.splitlines()
+    mounts = "/a model:/a model,/shared/out:/shared/out,/my data:/data:ro,"
+    assert shown.count("--container-image") == 2
+    for option, value in pairwise(shown):
+        assert option != "--container-image" or value == login
+        assert option != "--container-mounts" or value.startswith(mounts)
+    assert not evil.exists()
 
 
 def test_ctrl_c_lets_a_job_of_this_machine_save(python: str, tmp_path: Path) -> None:

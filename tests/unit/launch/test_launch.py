@@ -159,6 +159,12 @@ def test_every_path_of_the_run_is_mounted() -> None:
     assert Job(config).mounts == [f"{folder}:{folder}" for folder in folders]
 
 
+@pytest.mark.parametrize("folder", ["/a,b", "/a:b"])
+def test_a_path_that_would_divide_the_mounts_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match=f"{folder} has '[,:]', which divides the mounts"):
+        Job(job("output=/o", f"model.path={folder}")).mounts  # noqa: B018
+
+
 OWN_CODE = {
     "reward.verifier": "r/score.py:f",
     "data.filter": "[unique,c/choose.py:f]",
@@ -199,7 +205,8 @@ DISTILLED = "objective.preset=on_policy_distill"
     [
         (["cluster.ssh=me@login", "output=out/x"], "output = 'out/x' is relative, but with cluster.ssh"),
         (["cluster.ssh=me@login", "output=/o", "data.order=c/choose.py:g"], "data.order = 'c/choose.py' is relative, but with"),
-        *(([f"output=/shared/a{char}b"], f"output = .* has {re.escape(repr(char))}, which Slurm") for char in " (&$;'%"),
+        *(([f"output=/shared/a{char}b"], f"output = .* has {re.escape(repr(char))}, which NeMo-Run's") for char in " (&$;'%"),
+        (["cluster.executor=docker", "cluster.container=c", "output=/shared/a&b"], "output = .* has '&', which NeMo-Run's"),
         (
             ["output=/o", "teachers.a.path=hub:a/b", DISTILLED],
             r"teachers.a.path = hub:a/b: .* run 'hf download a/b --local-dir",
