@@ -18,5 +18,6 @@ put_back() {
     echo "error: job $SLURM_JOB_ID was preempted after $restarts restarts, and cluster.max_requeues = $most; go on with --resume"
   fi
 }
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun no longer takes from sbatch
 trap warned USR1
 trap put_back EXIT

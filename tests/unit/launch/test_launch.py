@@ -284,6 +284,12 @@ def test_a_job_that_has_saved_goes_back_so_many_times(tmp_path: Path, code: int,
     assert batch(tmp_path, job("cluster.max_requeues=2"), f"exit {code}", **given) == (code, said)
 
 
+def test_the_roles_get_the_processors_that_the_job_asked_for(tmp_path: Path) -> None:
+    shown = 'echo "${SRUN_CPUS_PER_TASK-all}"'
+    assert batch(tmp_path, job(), shown)[1] == "all\n"
+    assert batch(tmp_path, job(), shown, SLURM_CPUS_PER_TASK="64")[1] == "64\n"
+
+
 def test_the_warning_reaches_the_trainer_alone(tmp_path: Path) -> None:
     """And a job that has started nothing yet just goes back."""
     ready = tmp_path / "ready"
