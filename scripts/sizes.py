@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_141,
+    "package, lines": 53_142,
     "tests, lines": 45_211,
     "docs and docstrings, words": 109_936,
     "public classes and functions": 773,

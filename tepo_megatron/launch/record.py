@@ -25,7 +25,8 @@ def submission(command: list[str], source: Path = Path(__file__).parent) -> dict
 
 def _git_state(folder: Path) -> dict[str, Any]:
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=True).stdout
 
     try:
         return {

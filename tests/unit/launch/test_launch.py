@@ -373,11 +373,11 @@ def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("one\n")
     for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True)
-    (tmp_path / "file").write_text("two\n")
+    (tmp_path / "file").write_bytes(b"two \xe9\n")
     found = submission([], tmp_path)["git"]
     assert len(found["commit"]) == 40
     assert found["status"] == [" M file"]
-    assert "+two" in found["diff"]
+    assert "+two \\xe9" in found["diff"]
 
 
 @pytest.mark.parametrize("imported", ["importlib.metadata", "importlib_metadata"])
