@@ -6,7 +6,9 @@ out=@output@
 python=@python@
 interface=@interface@
 job=${3:-${SLURM_JOB_ID:-local}}.${SLURM_RESTART_COUNT:-0}
+set +u # activation scripts read variables that may be unset
 @setup@
+set -u
 workers=@workers@
 ended=$out/servers/$job/@ended@
 # shellcheck disable=SC2034  # processors.sh reads them

@@ -9,7 +9,9 @@ interface=@interface@
 nodes=@nodes@
 job=${3:-${SLURM_JOB_ID:-local}}.${SLURM_RESTART_COUNT:-0}
 node=${2:-${SLURM_NODEID:-0}}
+set +u # activation scripts read variables that may be unset
 @setup@
+set -u
 ranks=@ranks@
 # shellcheck disable=SC2034  # processors.sh reads them
 needed=$ranks work="$ranks ranks"

@@ -130,6 +130,11 @@ def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
     assert "export SET_UP=yes\n" in script_of("train", job(*settings))
 
 
+@pytest.mark.parametrize("role", ["train", "serve"])
+def test_setup_may_read_a_variable_that_is_not_set(role: str) -> None:
+    assert bash(script_of(role, job("output=/o", "cluster.setup=['exit 3$LD_LIBRARY_PATH']"))).returncode == 3
+
+
 def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     config = job("output=out/x", "data.train=d/train.jsonl", "model.path=builtin:tiny")
     assert config.output == Path.cwd() / "out" / "x"
