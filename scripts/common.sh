@@ -38,14 +38,26 @@ lock() {
   say "wrote requirements/$name.txt"
 }
 
+# was_moved FOLDER: whether the environment there was made in another place, which its programs still start.
+was_moved() {
+  local made_in
+  made_in=$(sed -n 's|^command = .* -m venv [^/]*||p' "$1/pyvenv.cfg" 2>/dev/null || true)
+  [[ -n $made_in && ! $made_in -ef $1 ]]
+}
+
 # is_set_up STAMP WANTED: whether the environment is as wanted, at once or after another set-up that this script waits for. If not,
-# others wait until this script ends.
+# others wait until this script ends, and one that was moved is emptied.
 is_set_up() {
   local folder=${1%/*}
-  [[ ! -f $1 || $(<"$1") != "$2" ]] || return 0
+  was_moved "$folder" || [[ ! -f $1 || $(<"$1") != "$2" ]] || return 0
   mkdir -p "$folder" || exit
   exec 9>"$folder/.lock" || exit
   flock --nonblock 9 || { say "waiting for another set-up of $folder" && flock 9; }
+  if was_moved "$folder"; then
+    find_python >/dev/null
+    say "removing $folder, which was made in another place"
+    find "$folder/" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} + || exit
+  fi
   [[ -f $1 && $(<"$1") == "$2" ]]
 }
 

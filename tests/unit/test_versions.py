@@ -26,6 +26,7 @@ from tepo_megatron.versions import (
     installed_version,
     requirements_of,
 )
+from tests.support.shell import bash, write_script
 
 ROOT = Path(__file__).parents[2]
 RANGES = {"megatron-core": MEGATRON_RANGE, "transformer-engine": TE_RANGE, "triton": TRITON_RANGE, "vllm": VLLM_RANGE}
@@ -121,6 +122,23 @@ def test_set_ups_of_one_environment_at_once_install_once(tmp_path: Path) -> None
     set_ups = [subprocess.Popen(["bash", "-euc", script], **options) for _ in "12"]
     assert sorted(set_up.communicate()[0] for set_up in set_ups) == [b"", b"installed\n"]
     assert [set_up.returncode for set_up in set_ups] == [0, 0]
+
+
+def test_an_environment_of_a_moved_checkout_is_made_again(tmp_path: Path) -> None:
+    """Its programs would start those of the old place."""
+    quick = 'if [[ $1 == -m ]]; then exec {0} -m venv --without-pip "$3"; fi\nexec {0} "$@"'
+    python = write_script(tmp_path / "python", quick.format(sys.executable))
+    script = f". {ROOT}/scripts/common.sh; is_set_up env/stamp w || {{ make_venv env; echo made; echo w >env/stamp; }}"
+
+    def set_up(folder: Path) -> str:
+        return bash(f"set -eu; cd '{folder}'; {script}", PYTHON=python).stdout
+
+    old, new = tmp_path / "the old", tmp_path / "the new"
+    old.mkdir()
+    assert [set_up(old), set_up(old)] == ["made\n", ""]
+    old.rename(new)
+    assert [set_up(new), set_up(new)] == ["made\n", ""]
+    assert str(new) in (new / "env" / "bin" / "activate").read_text()
 
 
 def test_an_image_of_another_version_is_not_built() -> None:
