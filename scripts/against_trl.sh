@@ -6,7 +6,7 @@
 #
 # The first call makes .venv-trl, an environment of its own with TRL. Writes against-trl.md and .json.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+here=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 trl=${TRL_VENV:-$here/.venv-trl}
 TRL_VERSION=1.16.0
 bash "$here/scripts/setup_cpu.sh"

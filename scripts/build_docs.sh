@@ -7,7 +7,7 @@
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11, 3.12 or 3.13).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 
 if [[ ${1:-} == --lock ]]; then

@@ -9,16 +9,18 @@ die() {
   exit 1
 }
 
-# Prints the first of PYTHON, python3.12, python3.11, python3.13 and python3 that this project runs on.
+# Prints PYTHON, or the first of python3.12, python3.11, python3.13 and python3, if this project runs on it.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-} python3.12 python3.11 python3.13 python3; do
+  set -- python3.12 python3.11 python3.13 python3
+  [[ -z ${PYTHON:-} ]] || set -- "$PYTHON"
+  for candidate; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+  die "no Python 3.11, 3.12 or 3.13 found${PYTHON:+ as $PYTHON}; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
 }
 
 # lock NAME PURPOSE [PACKAGE…]: writes requirements/NAME.txt, the complete pins of what requirements/NAME.in asks for, without the packages.

@@ -9,7 +9,7 @@
 # Status: 0 all that ran passed, 1 a part failed, 3 no GPU. Parts whose packages are missing are reported as not run.
 set -euo pipefail
 caller=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 
 if [[ $(nvidia-smi -L 2>/dev/null) != *GPU* ]]; then

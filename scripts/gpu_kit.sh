@@ -11,7 +11,7 @@
 # transformers and pytest. TORCH=2.11.0 names its torch, ARCHITECTURES=90 what Transformer Engine is kept for, PYTHON a Python 3.12
 # for --te and --check, which also need the CUDA 13.0 toolkit (CUDA_HOME, /usr/local/cuda-13.0 by default) and g++.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 TORCH=${TORCH:-2.11.0} ARCHITECTURES=${ARCHITECTURES:-90}
 kit=gpu-kit work=build/gpu-kit/$TORCH
@@ -108,7 +108,7 @@ if $vllm && [[ ! -e $kit/vllm-$TORCH-sm$ARCHITECTURES.tar.xz ]]; then
   rm -rf "$work/vllm"
   "$work/venv/bin/python" -m pip install -qq --no-deps --no-compile --target "$work/vllm" "${wheels[@]}"
   # FlashAttention 2, and kernels of models and formats that are not served here.
-  (cd "$work/vllm/vllm" && rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C* _{flashkda,deepselect,flashmla,qutlass}_C* third_party/{deep_gemm,fmha_sm100})
+  (CDPATH='' cd "$work/vllm/vllm" && rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C* _{flashkda,deepselect,flashmla,qutlass}_C* third_party/{deep_gemm,fmha_sm100})
   for library in _C_stable_libtorch _moe_C_stable_libtorch vllm_flash_attn/_vllm_fa3_C; do
     library=$work/vllm/vllm/$library.abi3.so
     "$work/venv/bin/python" scripts/trim_fatbin.py "$library" "$work/trimmed.so" "$ARCHITECTURES"

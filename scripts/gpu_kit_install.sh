@@ -6,7 +6,7 @@
 # It fills a folder outside the checkout, /tmp/tepo-kit or $TEPO_KIT_SITE, once, and sets PYTHONPATH. Nothing of the machine changes.
 _tepo_kit() {
   local root kit site python torch capability archive kept
-  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   kit=$root/gpu-kit site=${TEPO_KIT_SITE:-/tmp/tepo-kit} python=${PYTHON:-python3}
   [[ -e $kit/.small ]] || { echo "gpu kit: $kit holds no kit; build it where there is a network: bash scripts/gpu_kit.sh" >&2; return 1; }
   "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||

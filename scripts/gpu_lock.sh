@@ -7,7 +7,7 @@
 # A version of requirements/cpu.txt is taken where it fits, so that GPUs run what the tests ran. uv resolves for another machine
 # than this one, which pip cannot; it is installed into a folder of its own unless .venv has it.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -10,7 +10,7 @@
 #
 # The first call sets up .venv-launch (half a minute). docs/guides/cluster.md has the rest: what each executor needs, containers, logs.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+here=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # ---- Your cluster: edit here, or give any of these in the environment ------------------------------------------------------------
 RUN=${RUN:-$here/examples/llama3.3-70b/run.yaml}  # or another of examples/*/run.yaml (-32k: long responses), or yours

@@ -6,7 +6,7 @@
 #
 # OUT is out/tiny by default. The first call sets up .venv.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+here=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 output=out/tiny
 if [[ $# -gt 0 && $1 != *=* && $1 != -* ]]; then
   output=$1

@@ -6,7 +6,7 @@
 #   bash scripts/test.sh --long                  the long ones: whole runs with Megatron, vLLM and Slurm, and injected faults; an hour
 #   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these, one after the other
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 bash scripts/setup_cpu.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile all modules of this checkout

@@ -124,6 +124,15 @@ def test_set_ups_of_one_environment_at_once_install_once(tmp_path: Path) -> None
     assert [set_up.returncode for set_up in set_ups] == [0, 0]
 
 
+def test_the_interpreter_that_was_named_is_used_or_refused(tmp_path: Path) -> None:
+    python, script = tmp_path / "a python", f". {ROOT}/scripts/common.sh; find_python"
+    python.symlink_to(sys.executable)
+    assert bash(script, PYTHON=str(python)).stdout == f"{python}\n"
+    refused = bash(script, PYTHON="/bin/false", folder=str(Path(sys.executable).parent))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "no Python 3.11, 3.12 or 3.13 found as /bin/false" in refused.stderr
+
+
 def test_an_environment_of_a_moved_checkout_is_made_again(tmp_path: Path) -> None:
     """Its programs would start those of the old place."""
     quick = 'if [[ $1 == -m ]]; then exec {0} -m venv --without-pip "$3"; fi\nexec {0} "$@"'

@@ -423,11 +423,12 @@ def test_the_70b_script_and_the_plan_end_with_what_is_not_set_yet(tmp_path: Path
         f'[ "$1" = launch ] && exit 3\n[ "$1" = plan ] && PYTHONPATH={ROOT} exec {sys.executable} -m tepo_megatron "$@"\ntrue'
     )
     write_script(tmp_path / ".venv-launch" / "bin" / "tepo", plan)
-    environment = {**os.environ, "RUN": str(ROOT / "examples/llama3.3-70b/run.yaml")}
+    environment = {**os.environ, "CDPATH": str(tmp_path), "RUN": str(ROOT / "examples/llama3.3-70b/run.yaml")}
 
     def ends(*arguments: str, **given: str) -> tuple[list[str], str]:
         done = subprocess.run(
-            ["bash", script, "--dry-run", *arguments],
+            ["bash", script.relative_to(tmp_path), "--dry-run", *arguments],
+            cwd=tmp_path,
             env=environment | given,
             capture_output=True,
             text=True,
