@@ -51,12 +51,13 @@ class MetricsWriter(LogFile):
         rows = {row["step"]: row for row in (read_metrics(self.path) if self.path.exists() else [])}
         self._rewrite([rows[number] for number in sorted(rows) if number <= step])
         if self._events is not None:
-            self._events = _EventsFile(self.path.parent / "tensorboard", self._failed)
             self._events.hide_from(step + 1)
         return [number for number in range(step) if number not in rows]
 
     def close(self) -> None:
         self.flush()
+        if self._events is not None:
+            self._events.flush()
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self.last_step = rows[-1]["step"] if rows else None

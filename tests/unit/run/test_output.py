@@ -193,19 +193,20 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
 
 
 def test_a_run_that_goes_back_forgets_what_waits_for_a_full_disk(tmp_path: Path) -> None:
-    output, _ = open_output(tmp_path)
+    output, _ = open_output(tmp_path, log={"tensorboard": True})
     with files_of_at_most(10):
         for step in (1, 2, 3):
             for trained in (False, True):
                 output.write_samples(step, [{"response": "long"}] * step, trained=trained)
             output.write_samples(step, [])
-            output.write_row(step, {})
-    output.resume_from(2)
-    output.write_row(3, {})
+            output.write_row(step, {"lr": step + 0.5})
+        output.resume_from(2)
+        output.write_row(3, {"lr": 4.5})
     output.finish()
     output.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert steps(tmp_path / "samples.jsonl") == steps(tmp_path / "train_samples.jsonl") == [1, 2, 2]
+    assert scalars(tmp_path, "lr") == [(1, 1.5), (2, 2.5), (3, 4.5)]
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
