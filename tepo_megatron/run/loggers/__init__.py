@@ -61,7 +61,8 @@ class Loggers:
     def check_installed(config: LogConfig) -> None:
         """Imports no package. Raises ValueError."""
         for kind, section in _sections(config).items():
-            needs_database = kind == "mlflow" and (section["tracking_uri"] or "sqlite").startswith("sqlite")
+            uri = section.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite"
+            needs_database = kind == "mlflow" and uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
             packages = (kind, "sqlalchemy") if needs_database else (kind,)
             # A folder of that name, such as the wandb that W&B creates, is no package.
             missing = [name for name in packages if (spec := find_spec(name)) is None or spec.origin is None]

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,10 +129,21 @@ def test_a_missing_package_is_a_sentence_before_anything_starts(tmp_path: Path, 
     for start in (lambda: prepare_folder(config), lambda: Output(config, Progress())):
         with pytest.raises(ValueError, match=r"log.wandb is given, but the package wandb is not .*'tepo-megatron\[wandb\]'"):
             start()
-    only = load_run(None, ["log.mlflow.experiment_name=a"])
-    with pytest.raises(ValueError, match=r"the package sqlalchemy is not"):
-        loggers.Loggers.check_installed(only.log)
-    loggers.Loggers.check_installed(load_run(None, ["log.mlflow={experiment_name: a, tracking_uri: 'https://there'}"]).log)
+
+
+SERVER, DATABASE = "https://there", "postgresql://there/db"
+
+
+@pytest.mark.parametrize(
+    ("uri", "variable", "needs"),
+    [("null", "", True), (SERVER, DATABASE, False), (DATABASE, SERVER, True), ("null", SERVER, False)],
+)
+def test_mlflow_needs_sqlalchemy_for_a_database(uri: str, variable: str, needs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "find_spec", {"mlflow": SimpleNamespace(origin="here")}.get)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+    log = load_run(None, [f"log.mlflow={{experiment_name: a, tracking_uri: {uri}}}"]).log
+    with pytest.raises(ValueError, match="the package sqlalchemy is not") if needs else nullcontext():
+        loggers.Loggers.check_installed(log)
 
 
 FAKE = """
