@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_144,
-    "tests, lines": 45_257,
+    "tests, lines": 45_263,
     "docs and docstrings, words": 109_936,
     "public classes and functions": 773,
     "modules": 273,

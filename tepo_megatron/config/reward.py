@@ -66,7 +66,7 @@ class RewardConfig(Section):
         if not isinstance(name, str) or not name.isidentifier() or len(name) > 60:
             may = "a name has letters, digits and underscores, 60 at most"
             return f"{str(name)[:60]!r} cannot name a component of a reward: {may}"
-        if name in ("mean", "std", "failed"):
+        if name in ("mean", "std", "failed", "overlong"):
             return f"a component cannot be called {name}, since reward/{name} is a metric of its own; choose another name"
         return None
 

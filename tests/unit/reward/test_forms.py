@@ -185,6 +185,12 @@ def test_without_weights_components_are_those_of_the_rehearsal(file: str) -> Non
         pool.rehearse([Problem("p", "q", "named")])
 
 
+@pytest.mark.parametrize("name", ["mean", "std", "failed", "overlong"])
+def test_a_component_cannot_have_the_name_of_a_metric(name: str) -> None:
+    with pytest.raises(ValueError, match=f"component cannot be called {name}"):
+        RewardConfig(weights={name: 1.0})
+
+
 names = st.sampled_from(["a", "b", "c", "d"])
 numbers = st.floats(-1e3, 1e3)
 
