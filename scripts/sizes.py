@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_144,
-    "tests, lines": 45_263,
-    "docs and docstrings, words": 109_936,
-    "public classes and functions": 773,
+    "package, lines": 53_148,
+    "tests, lines": 45_282,
+    "docs and docstrings, words": 109_945,
+    "public classes and functions": 774,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

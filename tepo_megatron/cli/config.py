@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -72,12 +71,12 @@ def _show_schema(
 
 
 def _convert(name: str, file: Path) -> None:
-    from tepo_megatron.config.load import dump_diff
+    from tepo_megatron.config.load import as_yaml, dump_diff
     from tepo_megatron.config.peers import convert, read_peer_file
 
     with user_errors():
         settings, left = convert(name, read_peer_file(name, file))
-        config = load_config(None, [f"{field}={json.dumps(value, ensure_ascii=False)}" for field, value in settings.items()])
+        config = load_config(None, [f"{field}={as_yaml(value)}" for field, value in settings.items()])
         left.append("settings that equal a default here are left out: tepo config show FILE has all")
         echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
 

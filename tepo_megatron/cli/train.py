@@ -39,6 +39,7 @@ def _train(
 
     [dim]tepo train examples/tiny/run.yaml output=out/short --resume --from step_000010[/]
     """
+    from tepo_megatron.config.load import as_yaml
     from tepo_megatron.run.api import prepare_run, run_rank, start_ranks
     from tepo_megatron.run.output.resume import of_attempt
 
@@ -46,8 +47,9 @@ def _train(
     with user_errors():
         file, settings = split_run(run, overrides)
         settings += ["train.resume=true"] if resume else []
-        settings += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from, ensure_ascii=False)}"]
+        settings += [] if resume_from is None else [f"train.resume_from={as_yaml(resume_from)}"]
         config = of_attempt(load_config(file, settings))
+        config = config.model_copy(update={"output": config.output.expanduser()})  # as ranks read it
         prepare_run(config, overwrite=overwrite)
     if under_torchrun():
         raise typer.Exit(run_rank(config))

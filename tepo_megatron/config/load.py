@@ -3,6 +3,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -76,7 +77,7 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
             chosen = _merged([*(paths.of_file(content, file) for file, content in files), settings])
         defaults = RunConfig().model_dump(mode="json")
         if isinstance(chosen.get("objective"), Mapping) and "preset" in chosen["objective"]:
-            with suppress(ValueError):  # validation says why
+            with suppress(ValueError), warnings.catch_warnings(action="ignore"):  # validation says why
                 defaults["objective"] = _escape(load_objective(chosen["objective"]["preset"]).model_dump(mode="json"))
         merged = OmegaConf.create(merge_sections(defaults, chosen))
         values = _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), chosen)
@@ -137,7 +138,7 @@ def _wrong_permissions(entries: Sequence[str]) -> list[str]:
 
 def dump_resolved(config: Section) -> str:
     """YAML of every field, with absolute paths: ``load_run`` reads the same run from anywhere."""
-    return _to_yaml(absolute(config).model_dump(mode="json"))
+    return _to_yaml(absolute(config).model_dump())
 
 
 def dump_diff(config: RunConfig) -> str:
@@ -245,7 +246,23 @@ def setting_of_file(setting: str, file: Path) -> str:
     key = setting.partition("=")[0]
     for name in key.split("."):
         changed = changed[name]
-    return f"{key}={json.dumps(changed, ensure_ascii=False)}"
+    return f"{key}={as_yaml(changed)}"
+
+
+def as_yaml(value: object) -> str:
+    """For an override, or a line of a file; printable ASCII."""
+
+    def as_json(value: object) -> Any:
+        if isinstance(value, Section):
+            return value.model_dump(mode="json")
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise ValueError(f"a setting cannot be {type(value).__name__} ({value!r}); give numbers, text, lists and mappings")
+
+    text = json.dumps(value, ensure_ascii=False, default=as_json)
+    return "".join(letter if " " <= letter <= "~" else f"\\U{ord(letter):08x}" for letter in text)
 
 
 def _select(values: Any, shape: Any) -> Any:
@@ -277,8 +294,9 @@ def _escape(value: Any) -> Any:
     r"""``${`` becomes ``\${``, which is not read as a reference."""
     if isinstance(value, Mapping):
         return {key: _escape(inner) for key, inner in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_escape(inner) for inner in value]
-    if isinstance(value, str):
+    if isinstance(value, str | Path):
+        value = str(value)
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     return value

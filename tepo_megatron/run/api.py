@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gc
-import json
 import os
 import re
 import signal
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.base import Section
-from tepo_megatron.config.load import dump_resolved, load_run, override
+from tepo_megatron.config.load import as_yaml, dump_resolved, load_run, override
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
@@ -77,6 +75,7 @@ def train(
     )
     from tepo_megatron.run.output.resume import resolve_dtype
 
+    run = run.model_copy(update={"output": run.output.expanduser()})  # as ranks read it
     try:
         prepare_run(run, overwrite=overwrite)
     except ValueError as error:
@@ -218,7 +217,7 @@ def _name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
 
 
 def _configure(base: RunConfig | str | Path | None, settings: Sequence[tuple[str, Any]]) -> RunConfig:
-    overrides = [f"{name}={_as_yaml(value)}" for name, value in settings]
+    overrides = [f"{name}={as_yaml(value)}" for name, value in settings]
     if not isinstance(base, RunConfig):
         return load_run(base, overrides)
     return override(base, overrides) if overrides else base
@@ -250,20 +249,6 @@ def _with_callbacks(config: RunConfig, names: Sequence[str | Mapping[str, Any]])
 def _called(thing: object) -> str:
     name = str(getattr(thing, "__qualname__", type(thing).__qualname__)).rpartition(".")[2]
     return re.sub(r"\W", "", name) or "function"
-
-
-def _as_yaml(value: object) -> str:
-    def as_json(value: object) -> Any:
-        if isinstance(value, Section):
-            return value.model_dump(mode="json")
-        if isinstance(value, Path):
-            return str(value)
-        if isinstance(value, Mapping):
-            return dict(value)
-        raise ValueError(f"a setting cannot be {type(value).__name__} ({value!r}); give numbers, text, lists and mappings")
-
-    text = json.dumps(value, ensure_ascii=False, default=as_json)
-    return "".join(letter if " " <= letter <= "~" else f"\\U{ord(letter):08x}" for letter in text)
 
 
 def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:

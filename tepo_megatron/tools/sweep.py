@@ -29,7 +29,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Valida
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section, read_yaml
-from tepo_megatron.config.load import ConfigError, load_run, setting_of_file
+from tepo_megatron.config.load import ConfigError, as_yaml, load_run, setting_of_file
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
@@ -183,17 +183,17 @@ def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
         if folder.name in result:
             raise ValueError(f"two runs would be in the folder {folder.name}; name the choices of the axes differently")
         settings = [setting for axis, name in choices.items() for setting in sweep.axes[axis][name]]
-        overrides = (*sweep.overrides, *settings, f"seed={seed}", f"output={_as_yaml(str(folder))}")
+        overrides = (*sweep.overrides, *settings, f"seed={seed}", f"output={_quoted(str(folder))}")
         result[folder.name] = SweepRun(choices, seed, folder, overrides)
     return list(result.values())
 
 
-def _as_yaml(text: str) -> str:
-    """Quoted if an override would read something else."""
+def _quoted(text: str) -> str:
+    """Unless an override reads the same."""
     with suppress(yaml.YAMLError):
         if "${" not in text and yaml.safe_load(text) == text:
             return text
-    return json.dumps(text.replace("${", r"\${"), ensure_ascii=False)
+    return as_yaml(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def shard(runs: Sequence[SweepRun], part: str | None) -> list[SweepRun]:

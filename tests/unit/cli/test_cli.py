@@ -131,6 +131,9 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
     first, second = (config for config, *_ in started)
     assert (first.name, first.train.steps, first.train.resume, first.model.dtype) == ("tiny", 3, True, "auto")
     assert second.data.train == str(run_yaml.with_name("mine.jsonl"))
+    monkeypatch.setenv("HOME", str(run_yaml.parent))
+    assert invoke("train", *settings[:-1], "output=~/out/run", "--resume", code=7)
+    assert started[-1][0].output / "status" == started[-1][2]
     refused = invoke("train", "model.path=models/mine", "engine.parallel.dp=2", code=1)
     assert "data.train is not given" in refused.stderr
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from random import Random
@@ -119,6 +120,21 @@ def test_references_reach_other_fields_and_defaults(tmp_path: Path) -> None:
     region = "objective.trust_region"
     chosen = load_run(None, ["objective.preset=grpo", f"{region}.high=${{{region}.low}}"]).objective.trust_region.model_dump()
     assert (chosen["low"], chosen["high"]) == (0.2, 0.2)  # the preset's, not TEPO's
+
+
+def test_a_presets_file_is_judged_with_the_runs_own_settings(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("preset: grpo\nratio: {kind: sequence}\n")
+    own = "objective: {preset: mine.yaml, trust_region: {low: 3.0e-4, high: 3.0e-4}}\n"
+    with warnings.catch_warnings(action="error"):
+        assert load_run(write(tmp_path, own)).objective.trust_region.model_dump()["low"] == 3e-4
+
+
+def test_arguments_of_users_code_are_the_same_in_a_resolved_run(tmp_path: Path) -> None:
+    """Ranks, and jobs that are launched, read it."""
+    text = "reward: {verifier: 'mine.py:score', kwargs: {levels: {1: 0.5, 2: .inf}, shares: [[1, 2], {true: null}]}}\n"
+    config = load_run(write(tmp_path, text))
+    assert config.reward.kwargs == {"levels": {1: 0.5, 2: math.inf}, "shares": [[1, 2], {True: None}]}
+    assert load_run(write(tmp_path, dump_resolved(config))).reward.kwargs == config.reward.kwargs
 
 
 def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> None:

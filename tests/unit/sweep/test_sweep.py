@@ -47,7 +47,7 @@ def test_every_choice_that_is_not_left_out_meets_every_seed_and_the_runs_have_th
     assert [run.name for run in runs_of(sweep)] == ["tepo-low-seed0", "tepo-high-seed0", "grpo-low-seed0"]
 
 
-@pytest.mark.parametrize("name", ["exp #1", "a: b", "[x]", "${HOME}", "!x", "'", "plain", "%s*&"])
+@pytest.mark.parametrize("name", ["exp #1", "a: b", "[x]", "${HOME}", "!x", "'", "plain", "%s*&", "a\x85b", r"\${x}"])
 def test_a_run_goes_into_its_folder_whatever_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = read_sweep(write(tmp_path))
     monkeypatch.chdir(tmp_path)
