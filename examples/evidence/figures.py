@@ -14,7 +14,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.results import describe_machine
 from tepo_megatron.tools.sweep import Spread, SweepFile, SweepRun, area, points, read_sweep, runs_of
@@ -62,7 +64,7 @@ class Evidence:
         settings = {
             "-".join(_key_of(run)): [item for item in run.overrides if not item.startswith(volatile)] for run in runs_of(sweep)
         }
-        if head and head["settings"] != settings:
+        if head and _resolved(sweep, head["settings"]) != _resolved(sweep, settings):
             raise ValueError(f"{results} holds runs of other settings than {file} has; remove that folder to start again")
         versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")}
         versions["python"] = platform.python_version()
@@ -80,14 +82,13 @@ class Evidence:
             date = f"{datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC):%Y-%m-%dT%H:%MZ}"
             if dates.get(run.name) != date:  # else it was collected earlier, on the machine where it ran
                 dates[run.name], machines[run.name] = date, here
-        results.mkdir(parents=True, exist_ok=True)
-        for key, of_key in runs.items():
-            _write_csv(results / f"{'-'.join(key)}.csv", of_key)
         named: dict[str, list[str]] = {}
         for name, machine in sorted(machines.items()):
             named.setdefault(machine, []).append(name)
         head = {"machines": named, "seeds": list(sweep.seeds), "settings": settings, "dates": dict(sorted(dates.items()))}
-        (results / "sweep.json").write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
+        write_atomically(results / "sweep.json", json.dumps(head, indent=1) + "\n")  # first: each row needs its date
+        for key, of_key in runs.items():
+            _write_csv(results / f"{'-'.join(key)}.csv", of_key)
         return len(done)
 
     @property
@@ -130,6 +131,11 @@ class Evidence:
         mine, theirs = self.values(name, one), (sweep or self).values(name, other)
         budget = float(max((rows[-1]["step"] for runs in self.runs.values() for rows in runs.values()), default=0))
         return Estimate.paired(FIGURES[name], [(mine[seed], theirs[seed]) for seed in mine if seed in theirs], budget)
+
+
+def _resolved(sweep: SweepFile, settings: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """By combination, so that settings may be written in another way."""
+    return {name: load_run(sweep.run, overrides).model_dump(mode="json") for name, overrides in settings.items()}
 
 
 def _key_of(run: SweepRun) -> Key:

@@ -94,10 +94,13 @@ def main(overrides: Sequence[str]) -> None:
         for step in range(config.train.steps):
             rollouts = sampler.rollouts(step)
             batch = engine.batch_from_root(rollouts)  # packed, with advantages
+            if config.engine.noise_every and step % config.engine.noise_every == 0:
+                engine.measure_noise(batch)  # below it TEPO's mask takes no entropy for falling
             parts = minibatches(batch, config.train.minibatches, seed=config.seed, step=step)
             scored = [engine.score(part) for part in parts]  # log-probs and entropies before the updates
-            for at, part in enumerate(scored, start=1):
-                engine.update(part, last=at == len(scored))
+            passes = scored * config.train.epochs_per_batch
+            for number, part in enumerate(passes, start=1):
+                engine.update(part, last=number == len(passes))
             publisher.update_weights(engine.weights.version(step + 1))
             mean = sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts)
             due = (step + 1) % config.evaluate.every == 0

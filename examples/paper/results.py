@@ -121,7 +121,7 @@ def table(folder: Path | None) -> str:
         done = {
             seed: read_results(folder / name)
             for seed, name in enumerate(line.folders)
-            if folder and (folder / name / "eval").is_dir()
+            if folder and any((folder / name / "eval/results").glob("*.json"))  # written when an evaluation has ended
         }
         cells = cells_of(list(done.values())) if done else [NOT_STATED] * len(benchmarks)
         lines.append([f"`{line.run}`", str(line.steps), ", ".join(map(str, done)) or NOT_RUN, *cells])

@@ -332,6 +332,25 @@ def test_every_run_of_a_first_seed_is_a_configuration(name: str) -> None:
     assert len(work) == 1
 
 
+STORED = [path.parent for path in sorted((ROOT / "docs/results/data").glob("*/sweep.json"))]
+STORED += [path.parent for path in sorted((ROOT / "docs/results/data").glob("*/*/sweep.json"))]
+
+
+@pytest.mark.parametrize("stored", STORED, ids=lambda path: path.name)
+def test_a_sweep_may_be_continued_beside_its_stored_runs(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    folders = {
+        "distill": "distill/compare",
+        "evidence": f"evidence/{stored.name}",
+        "evidence-second": f"evidence/second/{stored.name}",
+    }
+    file = ROOT / "examples" / f"{folders.get(stored.name) or folders[stored.parent.name]}.yaml"
+    shutil.copytree(stored, tmp_path / "results")
+    assert Evidence.collect(file, tmp_path / "none", tmp_path / "results") == 0
+    for path in stored.iterdir():
+        assert (tmp_path / "results" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_every_method_has_the_same_number_of_settings_and_no_seed_is_used_twice() -> None:
     runs = runs_of(sweep_of("tuning.yaml"))
     assert Counter(run.choices["method"].partition("-")[0] for run in runs) == dict.fromkeys(METHODS, 12)
