@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_148,
-    "tests, lines": 45_301,
+    "tests, lines": 45_311,
     "docs and docstrings, words": 109_945,
     "public classes and functions": 774,
     "modules": 273,

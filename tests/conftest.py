@@ -23,6 +23,13 @@ settings.load_profile("shared_machine")
 # Tensors here are small: threads that wait for one another would take most of the time, above all where tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
+# What a user's shell, or a service of CI, says to programs: colours, widths, a proxy, a job.
+for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH", "HF_HUB_OFFLINE"):
+    os.environ.pop(name, None)
+for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    del os.environ[name]
+os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
+
 # nohup and a script's & ignore some signals, and runs leave those ignored; tests send them to the processes that they start.
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),

@@ -70,6 +70,7 @@ def test_the_examples_of_eval_are_accepted(tmp_path: Path, monkeypatch: pytest.M
     for name in ("benchmarks.yaml", "examples/tiny/run.yaml"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("name: tiny\n")
+    assert len(examples) > 1
     for example in examples:
         invoke(*example.split())
     assert "heldout.jsonl" in [config.data.heldout for config in loaded]

@@ -375,6 +375,7 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, cap
 def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
     assert submission([], tmp_path)["git"] == {}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    git += ["-c", "commit.gpgsign=false", "-c", f"core.hooksPath={os.devnull}"]
     (tmp_path / "file").write_text("one\n")
     for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True)

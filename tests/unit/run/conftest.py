@@ -44,6 +44,7 @@ SMALL = {
     },
     "evaluate": {"every": 0, "problems": 3, "samples": 2},
     "objective.preset": "grpo",
+    "reward.timeout_s": 600.0,  # of a busy machine
     "optimizer": {"lr": 1e-3, "warmup_steps": 0},
     "log": {"progress": "none", "tensorboard": False},
 }
