@@ -24,7 +24,7 @@ LIMITS = {
     "package, lines": 53_148,
     "tests, lines": 45_311,
     "docs and docstrings, words": 109_945,
-    "public classes and functions": 774,
+    "public classes and functions": 775,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

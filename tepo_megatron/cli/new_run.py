@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from tepo_megatron.config import DataConfig, RunConfig
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.load import escape_references
 from tepo_megatron.config.paths import seen_from
 from tepo_megatron.config.schema import describe
 from tepo_megatron.core.problem import Problem
@@ -317,4 +317,4 @@ def _value(value: Any) -> str:
     r"""JSON; YAML needs a point in 5.0e-05, and ``${`` is text."""
     if isinstance(value, float):
         return f"{value:.1e}"
-    return re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value, ensure_ascii=False))
+    return json.dumps(escape_references(value), ensure_ascii=False)

@@ -56,7 +56,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """As ``load_run``, over a run that is there."""
-    content = _escape(_diff(config, RunConfig()))
+    content = escape_references(_diff(config, RunConfig()))
     if "train" in config.data.model_fields_set:  # said aloud, which require_data wants to know
         content.setdefault("data", {}).setdefault("train", config.data.model_dump(mode="json")["train"])
     return _load("settings", [(Path("run.yaml"), content)], overrides, trains=True)
@@ -78,7 +78,7 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
         defaults = RunConfig().model_dump(mode="json")
         if isinstance(chosen.get("objective"), Mapping) and "preset" in chosen["objective"]:
             with suppress(ValueError), warnings.catch_warnings(action="ignore"):  # validation says why
-                defaults["objective"] = _escape(load_objective(chosen["objective"]["preset"]).model_dump(mode="json"))
+                defaults["objective"] = escape_references(load_objective(chosen["objective"]["preset"]).model_dump(mode="json"))
         merged = OmegaConf.create(merge_sections(defaults, chosen))
         values = _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), chosen)
         config = RunConfig.model_validate(values, context={"trains": trains})
@@ -287,15 +287,15 @@ def _diff(section: Section, default: Section) -> dict[str, Any]:
 
 
 def _to_yaml(values: dict[str, Any]) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(values)))
+    return OmegaConf.to_yaml(OmegaConf.create(escape_references(values)))
 
 
-def _escape(value: Any) -> Any:
+def escape_references(value: Any) -> Any:
     r"""``${`` becomes ``\${``, which is not read as a reference."""
     if isinstance(value, Mapping):
-        return {key: _escape(inner) for key, inner in value.items()}
+        return {key: escape_references(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_escape(inner) for inner in value]
+        return [escape_references(inner) for inner in value]
     if isinstance(value, str | Path):
         value = str(value)
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)

@@ -29,7 +29,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Valida
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section, read_yaml
-from tepo_megatron.config.load import ConfigError, as_yaml, load_run, setting_of_file
+from tepo_megatron.config.load import ConfigError, as_yaml, escape_references, load_run, setting_of_file
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
@@ -193,7 +193,7 @@ def _quoted(text: str) -> str:
     with suppress(yaml.YAMLError):
         if "${" not in text and yaml.safe_load(text) == text:
             return text
-    return as_yaml(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+    return as_yaml(escape_references(text))
 
 
 def shard(runs: Sequence[SweepRun], part: str | None) -> list[SweepRun]:
