@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_148,
+    "package, lines": 53_150,
     "tests, lines": 45_311,
-    "docs and docstrings, words": 109_945,
+    "docs and docstrings, words": 109_954,
     "public classes and functions": 775,
     "modules": 273,
     "modules below 60 lines": 40,

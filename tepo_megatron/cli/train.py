@@ -48,9 +48,7 @@ def _train(
         file, settings = split_run(run, overrides)
         settings += ["train.resume=true"] if resume else []
         settings += [] if resume_from is None else [f"train.resume_from={as_yaml(resume_from)}"]
-        config = of_attempt(load_config(file, settings))
-        config = config.model_copy(update={"output": config.output.expanduser()})  # as ranks read it
-        prepare_run(config, overwrite=overwrite)
+        config = prepare_run(of_attempt(load_config(file, settings)), overwrite=overwrite)
     if under_torchrun():
         raise typer.Exit(run_rank(config))
     code, message = start_ranks(config)

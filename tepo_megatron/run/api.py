@@ -75,9 +75,8 @@ def train(
     )
     from tepo_megatron.run.output.resume import resolve_dtype
 
-    run = run.model_copy(update={"output": run.output.expanduser()})  # as ranks read it
     try:
-        prepare_run(run, overwrite=overwrite)
+        run = prepare_run(run, overwrite=overwrite)
     except ValueError as error:
         error.args = (str(error).replace("--resume", "resume=True").replace("--overwrite", "overwrite=True"),)
         raise
@@ -251,18 +250,23 @@ def _called(thing: object) -> str:
     return re.sub(r"\W", "", name) or "function"
 
 
-def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
-    """Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError."""
+def prepare_run(config: RunConfig, *, overwrite: bool = False) -> RunConfig:
+    """Returns it with the output folder that ranks read.
+
+    Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError.
+    """
     from tepo_megatron.run.output.resume import Resumed, prepare_folder, resumes
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     config.require_data()
+    config = config.model_copy(update={"output": config.output.expanduser()})
     if not rank.under_torchrun():
         _download(config)
     if rank.speaks_first() and not attempt():
         prepare_folder(config, overwrite=overwrite)
     if not rank.under_torchrun() and config.train.resume and resumes(config):
         Resumed.find(config, resolve_model_path(config.model.path))
+    return config
 
 
 def _download(config: RunConfig) -> None:

@@ -197,7 +197,7 @@ def started(config: Any = None, **arguments: Any) -> tuple[RunConfig, Extensions
         return 0, ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "prepare_run", lambda config, overwrite: None)
+        patch.setattr(api, "prepare_run", lambda config, overwrite: config)
         patch.setattr(training, "train_model", note)
         patch.setattr(api, "run_ranks", run_ranks)
         patch.setattr(api, "read_metrics", lambda path: [])
