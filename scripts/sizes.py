@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_150,
-    "tests, lines": 45_311,
+    "tests, lines": 45_312,
     "docs and docstrings, words": 109_954,
     "public classes and functions": 775,
     "modules": 273,

@@ -166,8 +166,8 @@ class ServerConfig(Section):
             yield "load_format = dummy would fill the draft model with dummies too, whose weights no update brings; set auto"
         if self.placement == "external" and self.registry is None:
             yield "placement = external needs registry: a folder that all nodes share, such as OUT/servers"
-        if self.placement == "colocated" and self.registry is not None:
-            yield "placement = colocated, but registry is for external ones; leave it out, or set external"
+        if self.placement != "external" and self.registry is not None:
+            yield f"placement = {self.placement}, but registry is for external ones; set registry = null, or external"
         if self.routing_replay and self.speculative is not None:
             yield "routing_replay = true with speculative, whose rejected guesses have experts too; leave one of the two out"
         if self.transport not in ("auto", "gloo") and self.transfer == "gather":

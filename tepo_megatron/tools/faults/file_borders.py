@@ -402,7 +402,7 @@ def _registry(folder: Path, random: Hostile) -> None:
     (registry / "key").chmod(0o600)
     with refusable():
         shared_key(registry)
-    config = ServerConfig(registry=registry, start_timeout_s=1e-3)
+    config = ServerConfig(placement="external", registry=registry, start_timeout_s=1e-3)
     server = ExternalServer(config, registry=registry, index=0, key="secret", log=folder / "log")
     server.start()
     server.wait_ready()

@@ -203,6 +203,7 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
         ({"host": "0.0.0.0"}, "no address that trainer and servers can reach"),
         ({"host": "::"}, "no address that trainer and servers can reach"),
         ({"placement": "external"}, "needs registry"),
+        ({"registry": "/r"}, "placement = local, but registry .* set registry = null"),
         ({"load_format": "dummy", "transfer": "gather"}, "load_format = dummy needs transfer = reshard"),
         ({"speculative": {"draft_model": "d", "prompt_lookup_max": 3}}, "prompt_lookup_max is for n-grams"),
         ({"speculative": {"draft_model": "d"}, "load_format": "dummy"}, "would fill the draft model with dummies too"),
