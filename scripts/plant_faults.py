@@ -225,7 +225,10 @@ def main() -> None:
         copy = Path(folder) / "checkout"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "out", "__pycache__", ".mypy_cache"))
         for number, (path, node, faulty, kind) in enumerate(draw(copy, args.count, args.seed)):
+            place = f"{path.relative_to(copy)}:{node.lineno}"  # type: ignore[attr-defined]
             if number < len(done):
+                if (done[number]["place"], done[number]["kind"]) != (place, kind):
+                    sys.exit(f"{args.output} has faults of another seed or package; name another --output, or remove it")
                 continue
             before = path.read_bytes()
             old = before.decode().split("\n")[node.lineno - 1].strip()  # type: ignore[attr-defined]
@@ -238,7 +241,6 @@ def main() -> None:
             if found is False:
                 found = is_found(copy, tests_near(copy, _module(copy, path))[: args.files], args.seconds)
             path.write_bytes(before)
-            place = f"{path.relative_to(copy)}:{node.lineno}"  # type: ignore[attr-defined]
             done.append({"place": place, "kind": kind, "before": old, "after": new, "found": found})
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(done, indent=1))
