@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_150,
-    "tests, lines": 45_312,
-    "docs and docstrings, words": 109_954,
-    "public classes and functions": 775,
+    "package, lines": 53_174,
+    "tests, lines": 45_347,
+    "docs and docstrings, words": 110_001,
+    "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -282,3 +282,11 @@ def bound_for_share(counts_B: Tensor, share: float) -> float | None:
         return None
     within = (float(above_B[index]) - outside) / float(counts_B[index])
     return _LEAST * math.exp2((index - 1 + within) / _PER_OCTAVE)
+
+
+def share_outside(counts_B: Tensor, bound: float) -> float:
+    """The share of the counted tokens above ``bound``: the inverse of `bound_for_share`."""
+    position = 1 + min(max(math.log2(bound / _LEAST) * _PER_OCTAVE, 0.0), BINS - 2)
+    index = int(position)
+    above = float(counts_B[index:].sum()) - (position - index) * float(counts_B[index])
+    return above / float(counts_B.sum())

@@ -42,7 +42,7 @@ class Clip(_LowHigh):
     kind: Literal["clip"] = "clip"
     low: NonNegativeFloat | Literal["auto"]
     """``fixed``: clips below 1 − low, about 0.2 for token ratios. ``length``: c of the lower bound, about 0.03. ``auto``: c
-    follows the last step's ratios (``share``).
+    follows the last steps' ratios (``share``).
     """
 
     high: NonNegativeFloat | Literal["auto"]
@@ -54,7 +54,7 @@ class Clip(_LowHigh):
     """
 
     share: Annotated[float, Field(gt=0, lt=0.5)] | None = None
-    """With ``auto``: c leaves this share of the last step's tokens of A < 0 or A > 0 outside. null: 0.1."""
+    """With ``auto``: c leaves this share of the tokens of A < 0 or A > 0 outside on average. null: 0.1."""
 
     initial: PositiveFloat | None = None
     """With ``auto``: c before the first quantile. null: 0.03."""
@@ -67,7 +67,7 @@ class Clip(_LowHigh):
         return "auto" in (self.low, self.high)
 
     def bounds(self, measured: tuple[float, float] | None) -> tuple[float, float]:
-        """``measured``: the last step's quantiles, or None before there are any."""
+        """``measured``: of `next_clip_range`, or None before there are any."""
         low, high = measured or (self.initial or INITIAL_BOUND,) * 2
         return (low if self.low == "auto" else self.low), (high if self.high == "auto" else self.high)
 

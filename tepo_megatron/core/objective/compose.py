@@ -38,7 +38,7 @@ class StepContext:
     pushed_lengths: Tensor
     """Of the sequences with an advantage, shortest first."""
     clip_range: tuple[float, float] | None = None
-    """(low, high) that the last step measured for ``auto`` bounds."""
+    """(low, high) that the last steps gave for ``auto`` bounds."""
 
 
 def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Objective:
     ) -> StepContext:
         """Computes the statistics of one optimizer step, whose batch is that of all data-parallel ranks. No collective.
 
-        ``entropy_noise``: rounding noise of a token's entropy, in nats. ``clip_range``: of `next_clip_range` of the last step.
+        ``entropy_noise``: rounding noise of a token's entropy, in nats. ``clip_range``: of `next_clip_range`.
         Raises ValueError if the batch is incomplete, not finite, or without a response token.
         """
         _check_step(batch, self.config.needs)

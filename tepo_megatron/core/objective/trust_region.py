@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
 from tepo_megatron.core.objective.values import LARGEST, TokenValues, check_custom
-from tepo_megatron.core.types import bound_for_share
+from tepo_megatron.core.types import bound_for_share, share_outside
 
 
 class Surrogate(NamedTuple):
@@ -82,7 +83,7 @@ def surrogate(
     bounded: _Bounded,
     clip_range: tuple[float, float] | None = None,
 ) -> Surrogate:
-    """``detached_T``: tokens that lose only their gradient. ``clip_range``: the last step's quantiles."""
+    """``detached_T``: tokens that lose only their gradient. ``clip_range``: of `next_clip_range`."""
     region = config.trust_region
     if isinstance(region, OwnTrustRegion):
         return _custom_surrogate(region, ratio_T, values, detached_T)
@@ -127,13 +128,28 @@ def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValu
     return Surrogate(value_T, low_T, high_T)
 
 
+_GAIN, _MOST = 0.25, 2.5  # of a bound's logarithm
+
+
 def next_clip_range(region: TrustRegion, moves: Tensor, current: tuple[float, float] | None) -> tuple[float, float] | None:
     """Returns (low, high) for ``auto`` bounds; None if there are none.
 
-    ``moves``: `ObjectiveOutput.moves`, summed over a step. A side without a spread keeps ``current``.
+    ``moves``: `ObjectiveOutput.moves`, summed over a step. The first step gives its quantiles. A later one multiplies a bound
+    by exp(_GAIN (share outside / wanted - 1)), so that the mean share of a run is the wanted one; a quantile of each step, of
+    few responses, leaves more outside. A side without a spread keeps ``current``.
     """
     if not isinstance(region, Clip) or not region.is_auto:
         return None
-    low, high = (bound_for_share(counts_B, region.share or CLIPPED_SHARE) for counts_B in moves)
+    share, (low, high) = region.share or CLIPPED_SHARE, current or (None, None)
+    low, high = _next_bound(moves[0], low, share), _next_bound(moves[1], high, share)
+    if low is None and high is None:
+        return None
     before = region.bounds(current)
     return low or before[0], high or before[1]
+
+
+def _next_bound(counts_B: Tensor, before: float | None, share: float) -> float | None:
+    quantile = bound_for_share(counts_B, share)
+    if before is None or quantile is None:
+        return quantile or before
+    return before * math.exp(min(_GAIN * (share_outside(counts_B, before) / share - 1), _MOST))

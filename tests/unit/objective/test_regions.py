@@ -1,4 +1,4 @@
-"""Trust regions and ratios, response by response; bounds that follow a response's length or the last step's ratios."""
+"""Trust regions and ratios, response by response; bounds that follow a response's length or the last steps' ratios."""
 
 import math
 
@@ -12,7 +12,7 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
-from tepo_megatron.core.types import bound_for_share, count_moves
+from tepo_megatron.core.types import bound_for_share, count_moves, share_outside
 from tests.support.objective_batches import make_batch, masks, outputs_of, plain_step, surrogates, whole
 
 RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0] * 2
@@ -266,6 +266,7 @@ def test_moves_are_counted_alike_over_every_cut_and_give_the_quantile(rows, rati
             assert (mine > 0).double().mean() < 0.25 or not len(mine)
         else:
             assert (mine > bound * 1.03).double().mean() <= 0.25 <= (mine >= bound / 1.03).double().mean()
+            assert share_outside(whole[row], bound) == pytest.approx(0.25)
 
 
 def test_ratios_without_a_spread_give_no_bound():
@@ -276,6 +277,40 @@ def test_ratios_without_a_spread_give_no_bound():
     assert next_clip_range(region, torch.stack([nothing, nothing]), (0.1, 0.2)) == (0.1, 0.2)
     moved = count_moves(torch.full((10,), 0.5), torch.ones(10, dtype=torch.bool))
     assert next_clip_range(region, torch.stack([nothing, moved]), None) == pytest.approx((0.03, 0.5), rel=0.03)
+    assert next_clip_range(region, torch.stack([nothing, nothing]), None) is None
+    rare = ObjectiveConfig(trust_region={**AUTO, "share": 1e-4}).trust_region
+    assert next_clip_range(rare, torch.stack([nothing, moved]), (0.1, 0.1)) == pytest.approx((0.1, 0.1 * math.exp(2.5)))
+
+
+@given(start=st.floats(1e-3, 1.0), scale=st.floats(1e-3, 1.0), seed=st.integers(0, 99))
+def test_a_step_moves_a_bound_by_what_is_outside(start, scale, seed):
+    moves = scale * torch.randn(50, generator=torch.Generator().manual_seed(seed)).abs()
+    counts = count_moves(moves, torch.ones(50, dtype=torch.bool))
+    region = ObjectiveConfig(trust_region=AUTO).trust_region
+    low, high = next_clip_range(region, torch.stack([counts, counts]), (start, start))
+    least, most = (float((moves > start * edge).double().mean()) for edge in (1.03, 1 / 1.03))
+    assert low == high
+    assert 0.25 * (least / 0.1 - 1) - 1e-9 <= math.log(low / start) <= 0.25 * (most / 0.1 - 1) + 1e-9
+
+
+def test_over_steps_of_few_responses_the_wanted_share_is_outside():
+    """A step has 16 responses of 50 tokens, and a scale of its own that also grows, as with gradients of few groups."""
+    generator = torch.Generator().manual_seed(0)
+    region = ObjectiveConfig(trust_region=AUTO).trust_region
+    shares, of_quantiles, quantile = [], [], math.inf
+    current: tuple[float, float] = None
+    for step in range(200):
+        scale = 0.02 * math.exp(0.01 * step + 0.5 * float(torch.randn((), generator=generator)))
+        moves = scale * torch.randn(16, generator=generator).abs()
+        counts = 50 * count_moves(moves, torch.ones(16, dtype=torch.bool))
+        if step > 1:
+            shares.append(float((moves > current[1]).double().mean()))
+            of_quantiles.append(float((moves > quantile).double().mean()))
+        current = next_clip_range(region, torch.stack([counts, counts]), current)
+        quantile = bound_for_share(counts, 0.1)
+    mean, mean_of_quantiles = (sum(values) / len(values) for values in (shares, of_quantiles))
+    assert mean == pytest.approx(0.1, abs=0.015)
+    assert mean_of_quantiles > 0.15
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class _Counters:
 
     entropy_noise: float = 0.0  # nats, median of the last measurement
 
-    clip_range: tuple[float, float] | None = None  # (low, high) that the last step's ratios gave for ``auto`` bounds
+    clip_range: tuple[float, float] | None = None  # (low, high) that the last steps' ratios gave for ``auto`` bounds
 
 
 class MegatronCheckpoints:
