@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.run_compatibility import KINDS, Difference, compare_runs, describe_run, idle_entries, refusal
+from tepo_megatron.trainer.run_compatibility import KINDS, Difference, compare_runs, describe_run, refusal
+from tests.support.engines import make_engine
 from tests.support.launch import run_dist
 
 PLUGIN = Path(__file__).parents[3] / "examples/own_objective/my_objective.py"
@@ -36,9 +36,14 @@ def described(*overrides: str, model: Path = MODEL) -> dict[str, Any]:
     return describe_run(load_run(None, ["optimizer.lr=1e-4", *overrides]), model)
 
 
+@cache
+def in_json(*overrides: str) -> str:
+    return json.dumps(described(*overrides))
+
+
 def stored(*overrides: str) -> dict[str, Any]:
-    """As it comes back from a checkpoint's JSON."""
-    return json.loads(json.dumps(described(*overrides)))
+    """As it comes back from a checkpoint."""
+    return json.loads(in_json(*overrides))
 
 
 def compare(*overrides: str, saved: tuple[str, ...] = (), model: Path = MODEL) -> list[Difference]:
@@ -59,37 +64,41 @@ def test_the_form_of_an_architecture_is_that_of_earlier_checkpoints(tmp_path: Pa
     assert described(model=model)["architecture"]["rope_scaling"] == {"factor": 8.0}
 
 
+COSINE = ("optimizer.schedule=cosine", "train.steps=50")
+
+
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("saved", "override", "line"),
     [
-        ("optimizer.lr=2e-4", "optimizer.lr: 0.0001 -> 0.0002"),
-        ("optimizer.betas=[0.9,0.99]", "optimizer.betas: [0.9, 0.95] -> [0.9, 0.99]"),
-        ("optimizer.schedule=cosine", 'optimizer.schedule: "constant" -> "cosine"'),
-        ("objective.kl.coefficient=0.1", "objective.kl: null -> {"),
-        ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature: 1.0 -> 0.7"),
-        ("rollout.samples_per_prompt=16", "rollout.samples_per_prompt: 8 -> 16"),
-        ("train.minibatches=2", "train.minibatches: 4 -> 2"),
-        ("data.chat_template=true", "data.chat_template: false -> true"),
-        ("reward.verifier=exact", 'reward.verifier: "last_word" -> "exact"'),
-        ("environment.name=guess_number", "environment: null -> {"),
-        ("seed=3", "seed: 0 -> 3"),
+        ((), "optimizer.lr=2e-4", "optimizer.lr: 0.0001 -> 0.0002"),
+        ((), "optimizer.betas=[0.9,0.99]", "optimizer.betas: [0.9, 0.95] -> [0.9, 0.99]"),
+        ((), "optimizer.schedule=cosine", 'optimizer.schedule: "constant" -> "cosine"'),
+        (COSINE, "train.steps=60", "train.steps: 50 -> 60"),  # where the learning rate falls until the last
+        ((), "objective.kl.coefficient=0.1", "objective.kl: null -> {"),
+        ((), "rollout.sampling.temperature=0.7", "rollout.sampling.temperature: 1.0 -> 0.7"),
+        ((), "rollout.samples_per_prompt=16", "rollout.samples_per_prompt: 8 -> 16"),
+        ((), "train.minibatches=2", "train.minibatches: 4 -> 2"),
+        ((), "engine.moe_balance.kind=aux_loss", 'engine.moe_balance.kind: "none" -> "aux_loss"'),
+        ((), "data.chat_template=true", "data.chat_template: false -> true"),
+        ((), "reward.verifier=exact", 'reward.verifier: "last_word" -> "exact"'),
+        ((), "environment.name=guess_number", "environment: null -> {"),
+        ((), "seed=3", "seed: 0 -> 3"),
+        (LORA, "model.lora.alpha=8", "model.lora.alpha: 32.0 -> 8.0"),
     ],
 )
-def test_another_run_is_refused_and_let_through(override: str, line: str) -> None:
-    differences = compare(override)
+def test_another_run_is_refused_and_let_through(saved: tuple[str, ...], override: str, line: str) -> None:
+    differences = compare(*saved, override, saved=saved)
     text = str(refusal(differences, ()))
     assert line in text
     field = line.partition(":")[0]
     assert f"train.allow_change=[{field}" in text
     for entry in (field, field.partition(".")[0]):
         assert refusal(differences, (entry,)) is None
-        assert idle_entries([difference.field for difference in differences], (entry, "evaluate")) == ["evaluate"]
     assert refusal(differences, (field[:-1],)) == text
 
 
-def test_all_differences_are_in_one_message() -> None:
-    text = str(refusal(compare("optimizer.lr=2e-4", "seed=3", "train.steps=7", "log.tensorboard=false"), ()))
-    assert "train.steps" not in text
+def test_all_differences_that_count_are_in_one_message() -> None:
+    text = refusal(compare("optimizer.lr=2e-4", "seed=3", "train.steps=7", "log.tensorboard=false"), ())
     assert "train.allow_change=[seed,optimizer.lr]" in text
 
 
@@ -99,21 +108,12 @@ def test_all_differences_are_in_one_message() -> None:
         *("engine.parallel.dp=4", "engine.micro_batch_tokens=17", "optimizer.distributed=true", "train.save_every=3"),
         *("train.steps=1000", "output=elsewhere", "name=other", "log.progress=none", "evaluate.every=7", "reward.workers=3"),
         *("rollout.server.count=2", "data.heldout=null", "cluster.train_nodes=1", "engine.score_backend=torch"),
+        "model.lora.path=elsewhere",
     ],
 )
 def test_the_same_run_elsewhere_or_longer_is_let_through(override: str) -> None:
-    assert refusal(compare(override), ()) is None
-
-
-def test_a_loss_on_routers_is_part_of_the_run() -> None:
-    differences = compare("engine.moe_balance.kind=aux_loss")
-    assert "train.allow_change=[engine.moe_balance.kind]" in str(refusal(differences, ()))
-
-
-def test_the_number_of_steps_counts_where_the_learning_rate_falls_until_the_last() -> None:
-    differences = compare("optimizer.schedule=cosine", "train.steps=60", saved=("optimizer.schedule=cosine", "train.steps=50"))
-    assert "train.steps: 50 -> 60" in str(refusal(differences, ()))
-    assert refusal(differences, ("train.steps",)) is None
+    saved = LORA if "lora" in override else ()
+    assert refusal(compare(*saved, override, saved=saved), ()) is None
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,7 @@ def test_the_number_of_steps_counts_where_the_learning_rate_falls_until_the_last
     [
         ({"num_hidden_layers": 1}, (), (), "architecture.num_layers: "),
         ({"rope_theta": 5e5, "rope_parameters": None}, (), (), "architecture.rope_theta: "),
-        ({"rms_norm_eps": 1e-3}, (), (), "architecture.norm_eps: "),
         ({"vocab_size": 99}, (), (), "architecture.vocab_size: "),
-        ({"intermediate_size": 8}, (), (), "architecture.ffn_size: "),
         ({}, ("model.dtype=float32",), ("model.dtype=bfloat16",), 'architecture.dtype: "float32" -> "bfloat16"'),
         ({}, (), LORA, "model.lora: null -> {"),
         ({}, LORA, (), "model.lora: {"),
@@ -139,13 +137,6 @@ def test_another_model_and_other_adapters_are_never_let_through(
     assert line in text
     assert OTHER_MODEL in text
     assert text.count("dtype") == (2 if "model.dtype=bfloat16" in current else 1)
-
-
-def test_another_scale_of_adapters_is_let_through_and_where_they_came_from_does_not_count() -> None:
-    assert refusal(compare(*LORA, "model.lora.path=elsewhere", saved=LORA), ()) is None
-    differences = compare(*LORA, "model.lora.alpha=8", saved=LORA)
-    assert "train.allow_change=[model.lora.alpha]" in str(refusal(differences, ()))
-    assert refusal(differences, ("model.lora.alpha",)) is None
 
 
 def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(tmp_path: Path) -> None:
@@ -186,8 +177,7 @@ def test_a_run_from_before_observations_had_a_role_is_not_continued_with_one_una
     (chat / "chat_template.jinja").write_text("")
     (role,) = (item for item in compare_runs(saved, described(*game, model=chat)) if item.field == "environment.observations")
     assert (str(role), role.kind) == ('environment.observations: "text" -> "auto"', "run")
-    now = described(*game, "environment.observations=text", model=chat)
-    assert "observations" not in str(compare_runs(saved, now))
+    assert "observations" not in str(compare_runs(saved, described(*game, "environment.observations=text", model=chat)))
 
 
 def with_other_weights(folder: Path, file: str = "model.safetensors") -> Path:
@@ -236,11 +226,8 @@ def without(*paths: str) -> dict[str, Any]:
     """What a version saved that did not know these."""
     saved = stored()
     for path in paths:
-        *folders, name = path.split(".")
-        section = saved
-        for folder in folders:
-            section = section[folder]
-        del section[name]
+        *sections, name = path.split(".")
+        del reduce(lambda section, key: section[key], sections, saved)[name]
     return saved
 
 
@@ -250,12 +237,7 @@ def without(*paths: str) -> dict[str, Any]:
         (("config.optimizer.eps",), ("optimizer.eps=1e-5",), "optimizer.eps: (not known) -> 1e-05", True),
         (("config.model.lora",), LORA, "model.lora: (not known) -> {", True),
         (("plugins", "config.objective.plugins", "config.objective.mask"), PLUGGED, "by its digest: (not known) -> ", True),
-        (
-            ("weights", "first_adapters"),
-            ("model.path=elsewhere",),
-            "model.path, whose weights could not be compared (a resumed run trains its checkpoint's): ",
-            False,
-        ),
+        (("weights", "first_adapters"), ("model.path=elsewhere",), "model.path, whose weights could not be compared", False),
     ],
 )
 def test_what_the_saving_version_did_not_know_counts_if_it_is_set(
@@ -277,8 +259,7 @@ def test_what_another_version_computes_with_is_told_and_let_through() -> None:
 
 def test_every_field_has_its_kind_and_every_line_of_the_table_a_field() -> None:
     paths = [row.path for row in schema_rows()]
-    sections = {path.split(".")[0] for path in paths}
-    assert sections <= set(KINDS)
+    assert {path.split(".")[0] for path in paths} <= set(KINDS)
     assert not [prefix for prefix in KINDS if not any(path == prefix or path.startswith(f"{prefix}.") for path in paths)]
     saved = stored()
     saved["config"]["objective"]["another"] = saved["config"]["rollout"]["server"]["another"] = 1
@@ -290,7 +271,6 @@ def test_every_field_has_its_kind_and_every_line_of_the_table_a_field() -> None:
     ("entry", "message"),
     [
         ("optimizer.lrr", r'train\.allow_change: "optimizer\.lrr" is no field of a run.*optimizer\.lr'),
-        ("trian", r'train\.allow_change: "trian" is no field of a run.*train'),
         ("nothing.at.all", r'train\.allow_change: "nothing\.at\.all" is no field of a run'),
         ("model.dtype", r"model\.dtype is of the model's architecture"),
     ],
@@ -301,22 +281,17 @@ def test_an_entry_that_can_allow_nothing_is_refused(entry: str, message: str) ->
     load_run(None, ["train.allow_change=[objective, objective.trust_region.low, optimizer.lr, data.train, seed]"])
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Callable[..., Path]:
-    def write(name: str, more: str = "") -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(PLUGIN.read_text() + more)
-        return path
-
-    return write
+def write_plugin(path: Path, more: str = "") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(PLUGIN.read_text() + more)
+    return path
 
 
-def test_a_changed_plugin_is_another_run_and_the_same_one_elsewhere_is_not(copy: Callable[..., Path]) -> None:
-    path = copy("my_objective.py")
+def test_a_changed_plugin_is_another_run_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
+    path = write_plugin(tmp_path / "my_objective.py")
     saved = stored(*with_plugin(path))
-    assert refusal(compare_runs(saved, described(*with_plugin(copy("renamed.py")))), []) is None
-    copy("my_objective.py", "\n# another\n")
+    assert refusal(compare_runs(saved, described(*with_plugin(write_plugin(tmp_path / "renamed.py")))), []) is None
+    write_plugin(path, "\n# another\n")
     (difference,) = compare_runs(saved, described(*with_plugin(path)))
     assert refusal([difference], []) is not None
     digest = saved["plugins"]["my_objective.py"]
@@ -326,19 +301,16 @@ def test_a_changed_plugin_is_another_run_and_the_same_one_elsewhere_is_not(copy:
 
 def start(rank: int, world: int, folder: Path) -> None:
     """An engine whose plugin may differ on the last rank."""
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    os.environ["WORLD_SIZE"] = str(world)
     plugin = folder / f"rank{rank}" / "my_objective.py"
     given = with_plugin(plugin) if plugin.exists() else [f"model.dtype={('auto', 'bfloat16')[rank]}"]
-    Engine(load_run(None, [*given, f"engine.parallel.dp={world}"]), MODEL)
+    make_engine(load_run(None, [*given, f"engine.parallel.dp={world}"]))
 
 
-def test_ranks_compare_their_bytes_and_dtypes(copy: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_compare_their_bytes_and_dtypes(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"model.dtype: rank 1 on .* has bfloat16 and rank 0 on .* float32, as auto takes"):
         run_dist(2, start, tmp_path)
     for rank in range(2):
-        copy(f"rank{rank}/my_objective.py", "\n# another\n" * rank)
+        write_plugin(tmp_path / f"rank{rank}" / "my_objective.py", "\n# another\n" * rank)
     message = r"rank 1 on .* has other bytes of my_objective\.py than rank 0 on .* \(digest [0-9a-f]+ and [0-9a-f]+"
     with pytest.raises(RuntimeError, match=message):
         run_dist(2, start, tmp_path)
