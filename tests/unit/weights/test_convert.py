@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel
+from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages
 from tepo_megatron.weights.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
@@ -111,11 +112,6 @@ def test_import_and_export_give_back_the_same_bytes(
         model = make_model(folder / "model", dtype=dtype, tie_word_embeddings=tied)
         import_model(model, folder / "cut", tp=tp, **stages, **sizes)
         check_imported(folder / "cut", model)
-        other = make_model(folder / "other", dtype=dtype, seed=1, tie_word_embeddings=tied)
-        with pytest.raises(
-            ValueError, match=r"model\.shards = .*cut was not imported from .*: (51 of 51|50 of 50) tensors differ"
-        ):
-            check_imported(folder / "cut", other)
         export_model(folder / "cut", folder / "whole", **sizes)
         assert_same(folder / "whole", model)
         # bfloat16 weights are exact in the checkpoint's fp32, so they come back too
@@ -129,26 +125,21 @@ def test_transformers_reads_an_export_with_its_index_and_another_dtype_is_rounde
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    export_model(checkpoint, tmp_path / "out", shard_bytes=2500)
+    export_model(checkpoint, tmp_path / "out", shard_bytes=2500, dtype=torch.bfloat16)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in all_tensors(model).values())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    for name, tensor in all_tensors(model).items():
+    expected = {name: tensor.bfloat16() for name, tensor in all_tensors(model).items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == torch.bfloat16
         assert torch.equal(loaded[name], tensor), name
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    export_model(checkpoint, tmp_path / "rounded", dtype=torch.bfloat16)
-    for name, tensor in all_tensors(model).items():
-        assert torch.equal(all_tensors(tmp_path / "rounded")[name], tensor.bfloat16()), name
-    assert json.loads((tmp_path / "rounded" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("given", "stages"),
-    [({"vpp": 2}, ((range(1), range(2, 3)), (range(1, 2), range(3, 4)))), ({"last_layers": 3}, ((range(1),), (range(1, 4),)))],
+    ("given", "stages"), [({"vpp": 2}, pipeline_stages(4, 2, chunks=2)), ({"last_layers": 3}, pipeline_stages(4, 2, last=3))]
 )
-def test_each_rank_finds_its_own_boxes_in_its_own_files(
-    model: Path, tmp_path: Path, given: dict[str, Any], stages: tuple[tuple[range, ...], ...]
-) -> None:
+def test_each_rank_finds_its_own_boxes_in_its_own_files(model: Path, tmp_path: Path, given: Any, stages: Any) -> None:
     import_model(model, tmp_path / "cut", tp=2, pp=2, shard_bytes=1500, **given)
     for rank in range(4):
         layout = MegatronParallel(tp=2, pp=2, stages=stages).layout(read_model_spec(model), rank)
@@ -198,7 +189,7 @@ def test_no_more_than_a_bucket_is_held(tmp_path: Path) -> None:
 
 
 class Interrupt(BaseException):
-    """As Ctrl-C: no handler for errors sees it."""
+    """As Ctrl-C, or a kill: no handler for errors sees it."""
 
 
 def interrupted(at: float) -> Any:
@@ -210,8 +201,8 @@ def interrupted(at: float) -> Any:
 
 
 def identities(folder: Path) -> dict[str, tuple[int, int]]:
-    files = (path for path in folder.rglob("*.safetensors"))
-    return {str(path.relative_to(folder)): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+    stats = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*.safetensors")}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 @pytest.mark.parametrize("command", ["import", "export"])
@@ -260,8 +251,7 @@ def test_what_another_conversion_left_is_not_mixed_in(model: Path, checkpoint: P
 
 
 def test_a_folder_in_the_way_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    partial = tmp_path / "out.partial"
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
     partial.mkdir()
     (partial / "mine.txt").write_text("precious")
     with pytest.raises(ValueError, match=r"out\.partial is in the way"):
@@ -280,24 +270,18 @@ def test_a_full_disk_is_told_and_what_is_finished_stays(
     model: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_after: int
 ) -> None:
     """Before anything is written, and also when others fill the disk on the way."""
-    synced: list[int] = []
-    usage = shutil.disk_usage(tmp_path)
-
-    def fill_up(free: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    synced, full = list[int](), shutil.disk_usage(tmp_path)._replace(free=1000)
 
     def fsync(descriptor: int) -> None:
         synced.append(descriptor)
         if len(synced) > full_after:
-            fill_up(1000)
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
     if not full_after:
-        fill_up(1000)
-    with pytest.raises(
-        RuntimeError, match=r"needs (\S+) more bytes, and 1,000 are free on its disk.*kept in .*out\.partial"
-    ) as caught:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(RuntimeError, match=r"needs (\S+) more bytes, and 1,000 are free.*kept in .*out\.partial") as caught:
         export_model(checkpoint, tmp_path / "out", shard_bytes=2000)
     finished = identities(tmp_path / "out.partial")
     assert len(finished) == full_after
@@ -336,9 +320,7 @@ def test_a_truncated_file_is_named(model: Path, checkpoint: Path, tmp_path: Path
 def test_a_checkpoint_says_what_it_needs(model: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     moved = model.rename(tmp_path / "moved")
-    with pytest.raises(
-        ValueError, match=r"was trained from .*model, which is not there any more; give a copy of it with --model"
-    ):
+    with pytest.raises(ValueError, match=r"trained from .*model, which is not there any more; give a copy of it with --model"):
         export_model(checkpoint, out)
     (checkpoint / "state.json").write_text('{"step": 1}')
     with pytest.raises(ValueError, match="does not say which model it was trained from"):
@@ -408,22 +390,15 @@ def test_a_model_replaces_a_link_and_leaves_what_it_names(model: Path, tmp_path:
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
-def test_a_kill_while_the_old_model_is_removed_leaves_the_new_one(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
+def test_a_kill_while_the_old_model_is_removed_leaves_the_new_one(model: Path, tmp_path: Path) -> None:
     def killed(folder: Path, *, ignore_errors: bool = False) -> None:
         if (folder / "config.json").exists():
             (folder / "config.json").unlink()
-            raise Killed
+            raise Interrupt
 
     out, tensors = shutil.copytree(model, tmp_path / "out"), all_tensors(model)
-    with monkeypatch.context() as patch:
-        patch.setattr("tepo_megatron.weights.storage.hf_folder.shutil.rmtree", killed)
-        with pytest.raises(Killed):
-            write_model(out, tensors.items(), source=model, dtype=torch.float32)
+    with mock.patch.object(shutil, "rmtree", killed), pytest.raises(Interrupt):
+        write_model(out, tensors.items(), source=model, dtype=torch.float32)
     assert (out / "config.json").exists()
     assert_same(out, model)
     write_model(out, tensors.items(), source=model, dtype=torch.float32)
