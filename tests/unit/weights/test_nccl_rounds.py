@@ -27,6 +27,7 @@ from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, setting
 
 CPU = torch.device("cpu")
+TWO_TO_TWO = Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {})
 
 
 # Stand-in for NCCL: point-to-point between threads, with what its documentation promises and no more. A rank's group calls run
@@ -182,7 +183,7 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
     cause: str, lives: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "FAILURE_POLL_INTERVAL_S", 0.01)
-    plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
+    plan, sources, expected = setting(TWO_TO_TWO)
     timeout_s = 1.0 if cause == "time-out" else TIMEOUT_S
     boxes = groups(4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=timeout_s)
     if cause == "cancelled":
@@ -199,9 +200,9 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
 
 
 def test_one_thread_of_a_rank_watches_all_rounds_and_ends_with_the_group() -> None:
-    case, boxes = Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}), groups(4, Fabric())
+    boxes = groups(4, Fabric())
     with mock.patch.object(threading.Thread, "start", autospec=True, side_effect=threading.Thread.start) as start:
-        assert_all_arrives(case, limit=64, alone=64, boxes=lambda _: boxes, updates=2)
+        assert_all_arrives(TWO_TO_TWO, limit=64, alone=64, boxes=lambda _: boxes, updates=2)
     watchers = [call.args[0] for call in start.call_args_list if call.args[0].name.startswith("watch-transfer")]
     assert len(watchers) == 4
     for box in boxes:
