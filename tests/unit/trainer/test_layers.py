@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,15 +58,12 @@ def test_fusions_are_asked_for_where_their_kernels_are(kind: Any, wgrad: bool) -
     TransformerConfig(**{**sizes, **silu, **options})
 
 
-@pytest.mark.parametrize(("kind", "platform", "fused"), [("local", "cpu", True), ("local", "cuda", False)])
-def test_packed_sequences_are_turned_at_once_where_a_function_can(
-    kind: Any, platform: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", rotate_packed if platform == "cpu" else None)
+@pytest.mark.parametrize(("platform", "function"), [("cpu", rotate_packed), ("cuda", None)])
+def test_packed_sequences_are_turned_at_once_where_a_function_can(platform: Any, function: Any) -> None:
     where = Platform(platform, torch.device("cpu"), "gloo")
-    assert (
-        transformer_config(SPEC, ModelConfig(dtype="float32"), EngineConfig(), where, Layers(kind)).apply_rope_fusion is fused
-    )
+    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", function):
+        config = transformer_config(SPEC, ModelConfig(dtype="float32"), EngineConfig(), where, Layers("local"))
+    assert config.apply_rope_fusion is (function is not None)
 
 
 # -- whose kernels -------------------------------------------------------------------------------------------------------------
@@ -84,19 +82,13 @@ def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: 
     assert Packages.installed() == Packages(apex=True, wgrad=True)
 
 
-@pytest.mark.parametrize(
-    ("found", "whose"),
-    [(Packages(te="2.11.0", apex=True), "Transformer Engine's"), (Packages(apex=True), "apex'"), (Packages(), "torch's")],
-)
-def test_whose_adam_is_megatrons_own_order(found: Packages, whose: str) -> None:
-    assert found.adam[0] == whose
-
-
-def test_what_is_said_of_adam_here_is_what_megatron_does() -> None:
+def test_whose_adam_is_in_megatrons_own_order_and_here_what_megatron_takes() -> None:
     from megatron.core import optimizer
 
-    torchs = Packages.installed().adam[0] == "torch's"
-    assert torchs is issubclass(optimizer.Adam, torch.optim.Adam)
+    assert Packages(te="2.11.0", apex=True).adam[0] == "Transformer Engine's"
+    assert Packages(apex=True).adam[0] == "apex'"
+    assert Packages().adam[0] == "torch's"
+    assert (Packages.installed().adam[0] == "torch's") is issubclass(optimizer.Adam, torch.optim.Adam)
 
 
 # -- FP8 weights ---------------------------------------------------------------------------------------------------------------
@@ -107,9 +99,7 @@ class Rounded(torch.Tensor):
 
     @staticmethod
     def of(values: torch.Tensor) -> Rounded:
-        made = torch.Tensor._make_subclass(Rounded, torch.zeros_like(values))
-        made.held = values.to(torch.float8_e4m3fn)
-        return made
+        return torch.Tensor._make_subclass(Rounded, torch.zeros_like(values)).copy_(values)
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Rounded:
         self.held = source.to(self.dtype).to(torch.float8_e4m3fn)
@@ -128,13 +118,9 @@ class Rounded(torch.Tensor):
         raise AssertionError("an FP8 parameter was written in place")
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(fp8, "is_float8tensor", lambda tensor: isinstance(tensor, Rounded))
     monkeypatch.setattr(fp8, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
-
-
-def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: None, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(SPEC).items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -160,12 +146,11 @@ def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: N
 
 
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
-recipes = st.sampled_from(RECIPES)
 
 
-def megatron(config: Fp8Config, layers: int = 8) -> TransformerConfig:
+def megatron(config: Fp8Config) -> TransformerConfig:
     """Upstream's own class, with its checks; none of them needs Transformer Engine for these fields."""
-    sizes = {"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4}
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
     return TransformerConfig(**sizes, bf16=True, params_dtype=torch.bfloat16, **fp8.layer_options(config))
 
 
@@ -194,9 +179,8 @@ def test_without_a_recipe_megatron_has_no_fp8() -> None:
 def test_the_knobs_of_delayed_scaling() -> None:
     default = megatron(Fp8Config(recipe="delayed"))
     assert (default.fp8_amax_history_len, default.fp8_amax_compute_algo, default.fp8_margin) == (1024, "max", 0)
-    chosen = Fp8Config(recipe="delayed", amax_history_len=16, amax_compute_algo="most_recent", margin=2)
-    layers = megatron(chosen)
-    assert (layers.fp8_amax_history_len, layers.fp8_amax_compute_algo, layers.fp8_margin) == (16, "most_recent", 2)
+    chosen = megatron(Fp8Config(recipe="delayed", amax_history_len=16, amax_compute_algo="most_recent", margin=2))
+    assert (chosen.fp8_amax_history_len, chosen.fp8_amax_compute_algo, chosen.fp8_margin) == (16, "most_recent", 2)
 
 
 @given(st.sampled_from(RECIPES[1:]), st.integers(0, 4), st.integers(0, 3))
@@ -206,7 +190,7 @@ def test_layers_in_bfloat16_are_the_first_and_the_last(recipe: str, first: int, 
     assert kept == [*range(first), *range(8 - last, 8)]
 
 
-@given(recipes, st.sampled_from([1, 2, 4, 8]), st.booleans())
+@given(st.sampled_from(RECIPES), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_every_rank_gets_tokens_that_suit_fp8(recipe: str, tp: int, split: bool) -> None:
     parallel = {"tp": tp, "sequence_parallel": split and tp > 1}
     multiple = EngineConfig.model_validate({"parallel": parallel, "fp8": {"recipe": recipe}}).token_multiple
@@ -217,6 +201,7 @@ def test_every_rank_gets_tokens_that_suit_fp8(recipe: str, tp: int, split: bool)
     assert without == (tp if parallel["sequence_parallel"] else 1)
 
 
+seeds = st.integers(0, 2**31)
 lengths_of = st.lists(st.integers(1, 9) | st.integers(30, 60), min_size=1, max_size=6)
 """Short and long ones come into blocks of their own."""
 
@@ -233,10 +218,8 @@ def block_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, le
 
 
 @settings(deadline=None, max_examples=30)
-@given(lengths_of, st.integers(1, 3), st.integers(1, 2), st.integers(0, 2**31))
-def test_attention_and_gradients_match_the_block_causal_oracle(
-    lengths: list[int], repeats: int, groups: int, seed: int
-) -> None:
+@given(lengths_of, st.integers(1, 3), st.integers(1, 2), seeds)
+def test_attention_and_its_gradients_match_the_dense_oracle(lengths: list[int], repeats: int, groups: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens, dim = sum(lengths), 4
     shapes = [(tokens, groups * repeats, dim), (tokens, groups, dim), (tokens, groups, dim)]
@@ -259,9 +242,7 @@ def test_attention_and_gradients_match_the_block_causal_oracle(
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 3]), st.integers(0, 3), st.integers(0, 2**31)
-)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 3]), st.integers(0, 3), seeds)
 def test_the_rotation_and_its_gradient_match_the_complex_oracle(chunks: list[int], cp: int, rest: int, seed: int) -> None:
     """Dimensions i and i + half of a token at position p are turned by p · f_i; ``rest`` dimensions stay."""
     generator = torch.Generator().manual_seed(seed)
@@ -294,13 +275,6 @@ BLOCKS = [
 LORA = LoraConfig(rank=2, alpha=3)
 
 
-def merged_by_hand(weight: Tensor, made: torch.nn.Module) -> Tensor:
-    a1, b1, a2, b2 = (param.double() for param in made.parameters())
-    first, second = 1.5 * b1 @ a1, 1.5 * b2 @ a2
-    zero = torch.zeros(7, dtype=torch.float64)
-    return weight.double() + torch.stack([first[0], first[1], second[0], first[2], first[3], zero])
-
-
 class Layer(torch.nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -321,36 +295,19 @@ def adapted(dtype: torch.dtype) -> tuple[Layer, torch.nn.Module, Lora]:
     return layer, lora.adapters["weight"], lora
 
 
-def test_values_and_gradients_are_those_of_the_merged_weight() -> None:
-    layer, made, lora = adapted(torch.float32)
-    inputs = torch.randn(5, 7, requires_grad=True)
-    expected = linear(inputs.double(), merged_by_hand(layer.weight, made))
-    wanted = torch.autograd.grad(expected.square().sum(), [inputs, *made.parameters()])
-    found = layer(inputs)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    got = torch.autograd.grad(found.square().sum(), [inputs, *made.parameters()])
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-4)
-    with lora.switched_off():
-        assert torch.equal(layer(inputs), linear(inputs, layer.weight))
-    assert torch.equal(layer(inputs), found)
-
-
 def test_a_merged_weight_is_rounded_once() -> None:
     layer, made, lora = adapted(torch.bfloat16)
-    expected = merged_by_hand(layer.weight, made).to(torch.bfloat16)
-    assert torch.equal(lora.merged({"weight": layer.weight})["weight"], expected)
+    a1, b1, a2, b2 = (param.double() for param in made.parameters())
+    first, second, zero = 1.5 * b1 @ a1, 1.5 * b2 @ a2, torch.zeros(7)
+    expected = layer.weight.double() + torch.stack([first[0], first[1], second[0], first[2], first[3], zero])
+    assert torch.equal(lora.merged({"weight": layer.weight})["weight"], expected.to(torch.bfloat16))
 
 
 def test_no_merged_weight_waits_for_the_backward_pass() -> None:
-    layer, made, _ = adapted(torch.float32)
-    frozen = layer.weight.clone()
+    layer, _, _ = adapted(torch.float32)
     found = layer(torch.randn(5, 7, requires_grad=True))
     assert layer.used[-1]() is None
     found.sum().backward()
-    assert all(param.grad is not None for param in made.parameters())
-    assert layer.weight.grad is None
-    assert torch.equal(layer.weight, frozen)
 
 
 class SavesTwice(torch.autograd.Function):
