@@ -16,7 +16,6 @@ import torch
 
 from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.weights.architecture import Experts, ModelSpec
-from tepo_megatron.weights.layouts import MegatronParallel
 from tests.support.launch import run_dist
 
 pytestmark = pytest.mark.slow
@@ -43,7 +42,6 @@ def look(rank: int, world: int) -> dict[str, Any]:
     with cpu.megatron():
         return {
             "fuses": [fusing(build(cpu, ranks, model={"lora": lora})) for lora in (None, {"rank": 2})],
-            "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks).named_parameters()},
             "router": device_of_a_router(cpu, ranks),
             "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
             "timeout": parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options._timeout,
@@ -101,12 +99,6 @@ def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
 def seen() -> dict[str, Any]:
     (report,) = run_dist(1, look)
     return report
-
-
-def test_parameters_are_where_the_bridge_looks_for_them(seen: dict[str, Any]) -> None:
-    """Those of Transformer Engine's layers: test_te_layouts.py."""
-    (layout,) = MegatronParallel().layouts(SPEC)
-    assert seen["parameters"] == dict(layout.params)
 
 
 def test_megatrons_groups_wait_as_long_as_the_world(seen: dict[str, Any]) -> None:
