@@ -9,8 +9,9 @@ import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec as ImportSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,9 +54,7 @@ RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
 SPEC = ModelSpec("LlamaForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512)
 
 
-@given(
-    st.sampled_from(sorted(GPUS)), st.sampled_from(sorted(ENGINES)), st.sampled_from(sorted(CUDAS)), st.sampled_from(RECIPES)
-)
+@given(st.sampled_from([*GPUS]), st.sampled_from([*ENGINES]), st.sampled_from([*CUDAS]), st.sampled_from(RECIPES))
 def test_a_recipe_is_taken_where_gpu_te_and_cuda_have_it(gpu: str, te: str, cuda: str, recipe: str) -> None:
     capability, supported = GPUS[gpu]
     fits = recipe in supported and recipe in ENGINES[te]
@@ -69,11 +68,7 @@ def test_a_recipe_is_taken_where_gpu_te_and_cuda_have_it(gpu: str, te: str, cuda
 @pytest.mark.parametrize(
     ("recipe", "facts", "message"),
     [
-        (
-            "delayed",
-            {"capability": (8, 0)},
-            r"needs a GPU of compute capability 8\.9 or more .*, and this one has 8\.0; choose ",
-        ),
+        ("delayed", {"capability": (8, 0)}, r"needs a GPU of compute capability 8\.9 or more .*, and this one has 8\.0"),
         ("mxfp8", {}, r"10\.0 or more \(Blackwell B200 or B300\), .* has 9\.0; choose engine.fp8.recipe = delayed or "),
         ("mxfp8", {"capability": (12, 0)}, r"has no kernels for GPUs of compute capability 12\.0 yet"),
         ("blockwise", {"cuda": "12.8"}, r"needs CUDA 12\.9 or newer on this GPU, and torch was built for 12\.8"),
@@ -90,27 +85,17 @@ def test_a_refusal_says_what_is_there_and_what_is_needed(recipe: str, facts: dic
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_transformer_engine_has_the_last_word(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     """The names that it has had from 2.3 to 2.11; a name that does not exist would fail here."""
-    probes = {"is_fp8_available": "", "is_fp8_block_scaling_available": "", "is_mxfp8_available": ""}
-    asked: list[str] = []
-
-    def probe(name: str) -> Any:
-        def ask() -> tuple[bool, str]:
-            asked.append(name)
-            return not probes[name], probes[name]
-
-        return ask
-
+    names = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available")
     module: Any = ModuleType("transformer_engine.pytorch.fp8")
-    module.FP8GlobalStateManager = SimpleNamespace(**{name: probe(name) for name in probes})
+    manager = module.FP8GlobalStateManager = Mock(spec=names, **{f"{name}.return_value": (True, "") for name in names})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     fp8.ask_transformer_engine(Fp8Config(recipe=recipe))
-    probes[asked[0]] = "cuBLASLt is too old"
+    asked = {"blockwise": names[1], "mxfp8": names[2]}.get(recipe, names[0])
+    getattr(manager, asked).return_value = (False, "cuBLASLt is too old")
     with pytest.raises(ValueError, match=f"{recipe} is refused by Transformer Engine: cuBLASLt is too old"):
         fp8.ask_transformer_engine(Fp8Config(recipe=recipe))
-    expected = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
-    assert set(asked) == {expected.get(recipe, "is_fp8_available")}
     fp8.ask_transformer_engine(Fp8Config())
-    assert len(asked) == 2
+    assert [name for name, *_ in manager.method_calls] == [asked] * 2
 
 
 @pytest.mark.parametrize(
@@ -152,12 +137,7 @@ CPU, CUDA = Platform("cpu", torch.device("cpu"), "gloo"), Platform("cuda", torch
         ({"layers": "te"}, CUDA, True, "te"),
         ({"layers": "local"}, CUDA, True, "local"),
         ({"layers": "local"}, CUDA, False, "local"),
-        (
-            {"layers": "te"},
-            CPU,
-            True,
-            "engine.layers = te is for Transformer Engine's layers, which need a GPU, and the trainer",
-        ),
+        ({"layers": "te"}, CPU, True, "engine.layers = te is for Transformer Engine's layers, which need a GPU"),
         ({"fp8": {"recipe": "tensorwise"}}, CPU, True, "engine.fp8 is for Transformer Engine's layers, which need a GPU"),
         ({"parallel": A2A}, CPU, True, "cp_comm_type = a2a is for Transformer Engine's attention, which needs a GPU"),
         ({"parallel": A2A}, CUDA, True, "te"),
@@ -176,13 +156,12 @@ def test_layers_are_chosen_by_config_and_never_by_accident(
         assert model.Layers.choose(config, platform).kind == expected
 
 
-@pytest.mark.parametrize(
-    ("capability", "flash_attn", "warns"), [((8, 0), False, True), ((8, 0), True, False), ((9, 0), False, False)]
-)
+@pytest.mark.parametrize(("capability", "flash_attn"), [((8, 0), False), ((8, 0), True), ((9, 0), False)])
 def test_attention_that_holds_all_scores_is_warned_of(
-    capability: tuple[int, int], flash_attn: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], flash_attn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformer Engine's cuDNN attention takes packed sequences from compute capability 9.0."""
+    warns = capability < (9, 0) and not flash_attn
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     module = ModuleType("flash_attn")
@@ -195,9 +174,7 @@ def test_attention_that_holds_all_scores_is_warned_of(
 
 
 @pytest.mark.parametrize(("te", "fits"), [("2.9.0", False), ("2.10.0", True), (None, True)])
-def test_an_exchange_that_the_installed_transformer_engine_lacks_is_refused(
-    te: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a2a_with_an_old_transformer_engine_is_refused(te: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(Packages, "installed", lambda: Packages(te=te))
@@ -226,12 +203,7 @@ def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("section", "capability", "message"),
-    [
-        ({"layers": "te"}, None, "cannot be imported"),
-        ({}, None, "cannot be imported"),
-        ({"fp8": {"recipe": "mxfp8"}}, (9, 0), "this one has 9.0"),
-        ({"fp8": {"recipe": "delayed"}}, (8, 0), "this one has 8.0"),
-    ],
+    [({}, None, "cannot be imported"), ({"fp8": {"recipe": "mxfp8"}}, (9, 0), "this one has 9.0")],
 )
 def test_the_engine_stops_before_any_process_group(
     monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], capability: tuple[int, int] | None, message: str
@@ -248,7 +220,8 @@ def test_the_engine_stops_before_any_process_group(
     assert not dist.is_initialized()
 
 
-BF16, SPREAD = "model.dtype=bfloat16 ", "model.dtype=bfloat16 optimizer.distributed=true "
+BF16, FP32 = "model.dtype=bfloat16 ", "model.dtype=float32 "
+SPREAD = BF16 + "optimizer.distributed=true "
 FP8, CP = BF16 + "engine.fp8.", "engine.parallel."
 LORA, SERVED = "model.lora.rank=4 model.lora.", "model.lora.rank=4 model.lora.serve=adapter "
 PRECISE = "rollout.server.quantization=fp8_per_tensor rollout.uncorrected=true "
@@ -259,11 +232,9 @@ REFUSED = [
     (FP8 + "recipe=mxfp8 engine.fp8={amax_compute_algo: max, margin: 0}", "amax_compute_algo = max does nothing with"),
     (FP8 + "recipe=delayed engine.fp8.first_layers_bf16=1", "1 layers in bfloat16 do not go with recipe = delayed"),
     (SPREAD + "engine.fp8={recipe: delayed, params: true}", "does not go with recipe = delayed"),
-    (FP8 + "margin=1", "margin has no effect while recipe = none"),
     (FP8 + "params=true engine.fp8.format=e4m3", "format, params has no effect while recipe = none"),
-    ("model.dtype=float32 engine.fp8.recipe=tensorwise", "tensorwise with model.dtype = float32"),
+    (FP32 + "engine.fp8.recipe=tensorwise", "tensorwise with model.dtype = float32"),
     (FP8 + "recipe=tensorwise engine.fp8.params=true", "engine.fp8.params = true needs optimizer.distributed = true"),
-    (FP8 + "recipe=int8", "none.*delayed.*tensorwise.*blockwise.*mxfp8"),
     ("engine.layers=te engine.platform=cpu", "layers = te needs a GPU, and platform = cpu"),
     (FP8 + "recipe=delayed engine.layers=local", "needs Transformer Engine's layers on a GPU, but layers = local"),
     (FP8 + "recipe=delayed engine.platform=cpu", "needs Transformer Engine's layers on a GPU, but platform = cpu"),
@@ -271,25 +242,13 @@ REFUSED = [
     (BF16 + "optimizer.offload_fraction=0.5", r"offload_fraction = 0.5 needs optimizer.distributed = true"),
     (BF16 + "optimizer.exp_avg_dtype=bfloat16", r"exp_avg_dtype = bfloat16 needs optimizer.distributed"),
     (SPREAD + "optimizer={offload_fraction: 1, store_param_remainders: true}", r"with offload_fraction, whose states are fp32"),
-    (
-        SPREAD + "optimizer.exp_avg_sq_dtype=bfloat16 optimizer.betas=[0.9,0.999]",
-        r"bfloat16 rounds a step of 0.001 of the mean away",
-    ),
+    (SPREAD + "optimizer={exp_avg_sq_dtype: bfloat16, betas: [0.9, 0.999]}", r"bfloat16 rounds a step of 0.001 of the mean"),
     (SPREAD + "optimizer.exp_avg_sq_dtype=fp8", r"betas\[1\] below 0.9375"),
-    (
-        "model.dtype=float32 optimizer.distributed=true optimizer.exp_avg_dtype=bfloat16",
-        r"model.dtype = float32: its Adam has fp32 masters of bfloat16",
-    ),
-    (
-        "model.dtype=float32 optimizer.distributed=true optimizer.offload_fraction=1",
-        r"optimizer.offload_fraction with model.dtype = float32",
-    ),
+    (FP32 + "optimizer={distributed: true, exp_avg_dtype: bfloat16}", r"float32: its Adam has fp32 masters of bfloat16"),
+    (FP32 + "optimizer={distributed: true, offload_fraction: 1}", r"optimizer.offload_fraction with model.dtype = float32"),
     (SPREAD + "optimizer.exp_avg_dtype=bfloat16 engine.platform=cpu", r"Adam on a GPU, and engine.platform = cpu"),
     (SPREAD + "optimizer.exp_avg_dtype=fp8 rollout.server.placement=colocated", r"FP8 cannot leave the GPU for the servers'"),
-    (
-        SPREAD + "optimizer.offload_fraction=1 engine.fp8={recipe: blockwise, params: true}",
-        r"offload_fraction with engine.fp8.params = true, which needs masters outside of Adam",
-    ),
+    (SPREAD + "optimizer.offload_fraction=1 engine.fp8={recipe: blockwise, params: true}", r"with engine.fp8.params = true"),
     # context and expert parallelism
     (CP + "cp_comm_type=a2a", r"cp_comm_type = a2a is for context parallelism, and cp = 1"),
     (CP + "cp=2 engine.parallel.cp_comm_type=a2a engine.platform=cpu", r"cp_comm_type = a2a .* platform = cpu gathers"),
@@ -306,17 +265,10 @@ REFUSED = [
     (LORA + "target_modules=[]", r"target_modules is empty"),
     (LORA + "target_modules=[q_proj,q_proj]", r"names a layer twice"),
     (LORA + "target_modules=[q_proj,all-linear]", r"all-linear already means every layer"),
-    ("model.lora.rank=0", r"got 0; allowed: an integer ≥ 1"),
     ("model.lora.rank=600 model.lora.serve=adapter", r"takes ranks up to 512, .*rank = 600; set .*merged"),
     (SERVED + "rollout.server.placement=colocated", r"servers that keep their weights.*serve = merged"),
-    (
-        SERVED + "rollout.server.load_format=dummy",
-        r"never sends the weights under the adapters; set rollout.server.load_format = auto",
-    ),
-    (
-        SERVED + BF16 + PRECISE,
-        r"full precision, and rollout.server.quantization = fp8_per_tensor; set model.lora.serve = merged",
-    ),
+    (SERVED + "rollout.server.load_format=dummy", r"never sends the weights under the adapters; set .*load_format = auto"),
+    (SERVED + BF16 + PRECISE, r"full precision, and .*quantization = fp8_per_tensor; set model.lora.serve = merged"),
     ("model.lora.rank=4 " + FP8 + "recipe=tensorwise", r"model\.lora with engine\.fp8\.recipe = tensorwise"),
 ]
 
@@ -362,7 +314,6 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
         ({"pp": 2, "vpp": 3}, r"pp = 2, vpp = 3: 3 chunks do not divide a pipeline stage of 4 layers"),
         ({"pp": 2, FIRST: 3, LAST: 4}, rf"pp = 2, {FIRST} = 3, {LAST} = 4: 8 layers do not split over 2"),
         ({"pp": 4, FIRST: 1}, rf"pp = 4, {FIRST} = 1: 8 layers do not split over 4 pipeline stages with 1 in the first"),
-        ({"pp": 2, "vpp": 2, FIRST: 2, LAST: 4}, r"8 layers do not split"),
     ],
 )
 def test_stages_that_do_not_fit_the_layers_are_refused(changes: dict[str, int], message: str) -> None:

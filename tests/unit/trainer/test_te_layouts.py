@@ -15,6 +15,7 @@ import pytest
 from tests.support.programs import run_program
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
@@ -29,12 +30,8 @@ MODELS = {
     "Qwen2": described("Qwen2ForCausalLM"),
     "Qwen3": described("Qwen3ForCausalLM"),
     "Mixtral": described("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "Qwen3Moe": described(
-        "Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
-    ),
-    "Glm4Moe": described(
-        "Glm4MoeForCausalLM", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, attention_bias=True
-    ),
+    "Qwen3Moe": described("Qwen3MoeForCausalLM", num_experts=4, norm_topk_prob=True, **EXPERTS),
+    "Glm4Moe": described("Glm4MoeForCausalLM", n_routed_experts=4, attention_bias=True, **EXPERTS),
 }
 
 
