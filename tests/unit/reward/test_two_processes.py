@@ -82,12 +82,7 @@ def test_plain_values_arrive_and_come_back_as_they_are(judge: Judge, values: lis
     assert judge([(SAME, [f"assert same(f({value!r}), {value!r})" for value in values], "def f(x): return x")]) == [1.0]
 
 
-def test_a_subclass_arrives_as_its_base(judge: Judge) -> None:
-    program = "class Odd(int):\n  __eq__ = lambda a, b: True\n  __hash__ = int.__hash__\ndef f(x): return Odd(x)"
-    assert judge([("", ["assert f(3) == 3 and type(f(3)) is int"], program)]) == [1.0]
-    assert judge([("", ["assert f(3) == 4"], program)]) == [0.0]
-
-
+SUBCLASS = "class Odd(int):\n  __eq__ = lambda a, b: True\n  __hash__ = int.__hash__\ndef f(x): return Odd(x)"
 POINT = """
 class Point:
     def __init__(self, x): self.x = x
@@ -101,6 +96,7 @@ class Point:
     def __exit__(self, *error): self.x = 0
 """
 HONEST: list[Case] = [
+    ("", ["assert f(3) == 3 and type(f(3)) is int"], SUBCLASS),
     ("", ["assert f(operation='a', function=len, self=[1]) == 1"], "def f(operation, function, self): return function(self)"),
     ("", ["assert f([1, None], type(None)) == 1"], "def f(x, kind): return sum(isinstance(i, kind) for i in x)"),
     ("", ["assert f(2) == 4"], "root = []\nroot[:] = [root, root]\ndef f(x): return 2 * x"),
@@ -231,6 +227,7 @@ ATTACKS: dict[str, Case] = {
         "import ctypes, os\nfor p in range(os.getpid() - 9, os.getpid() + 9):\n"
         "  if p != os.getpid(): ctypes.CDLL(None).ptrace(16, p, 0, 0)\ndef f(x): return 0",
     ),
+    "a subclass that equals everything": ("", ["assert f(3) == 4"], SUBCLASS),
     "equals everything": ("", SQUARE, f"{EVERYTHING}\ndef f(x): return All()"),
     "equals everything in a list": (
         "",
@@ -297,13 +294,10 @@ ATTACKS: dict[str, Case] = {
         f"{WRITE}\ndef f(x): write('nonsense')",
     ),
     "an end that the test expects": ("", ["try: f(1)\nexcept BaseException: pass"], "import os\ndef f(x): os._exit(0)"),
+    "a flood": ("", SQUARE, f"{WRITE}\ndef f(x):\n  while True: write('1' * 10**6)"),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_passes(judge: Judge, name: str) -> None:
     assert judge([ATTACKS[name]]) == [0.0]
-
-
-def test_a_flood_is_cut(judge: Judge) -> None:
-    assert judge([("", SQUARE, f"{WRITE}\ndef f(x):\n  while True: write('1' * 10**6)")]) == [0.0]
