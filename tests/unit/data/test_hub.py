@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from hashlib import sha1
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from tepo_megatron.cli import doctor
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.api import prepare_run
@@ -25,6 +21,7 @@ from tepo_megatron.tools.faults.workshop import make_rollouts
 from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl
 from tests.support.http_server import Answer, http_server
+from tests.support.programs import run_python
 
 COMMIT = "a" * 40
 UNUSED = ("consolidated.safetensors", "onnx/model.safetensors", "training_args.bin")
@@ -109,63 +106,44 @@ def test_a_plan_downloads_the_shape_alone(hub: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("hub:nobody/nothing", "hub:nobody/nothing cannot be downloaded from the Hugging Face hub: "),
         ("hub:../../etc", "names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME"),
     ],
 )
-def test_what_the_hub_lacks_is_said_in_a_sentence(
-    path: str, said: str, hub: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", {})  # of the machine
-    done = invoke("doctor", "--json", f"model.path={path}", code=1)
-    assert said in done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+def test_what_the_hub_lacks_is_said_in_a_sentence(path: str, message: str, hub: list[str]) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_model_path(path)
 
 
-@pytest.mark.parametrize(
-    ("setting", "command"),
-    [
-        ("model.path=hub:a/b@c", "hf download a/b --revision c --local-dir FOLDER"),
-        ("data.train=hub:a/b", "hf download a/b --repo-type dataset --local-dir FOLDER"),
-    ],
-)
-def test_a_refused_job_says_what_to_run(setting: str, command: str) -> None:
-    done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", setting, code=1)
-    assert f"run '{command}'" in " ".join(done.stderr.split())
+def test_a_job_of_several_nodes_is_refused_and_says_what_to_run() -> None:
+    done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", "model.path=hub:a/b@c", code=1)
+    command = "hf download a/b --revision c --local-dir FOLDER"
+    assert f"the nodes of a job download nothing; run '{command}'" in " ".join(done.stderr.split())
 
 
-def test_a_job_of_several_nodes_is_refused() -> None:
-    done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", "model.path=hub:a/b", code=1)
-    assert "the nodes of a job download nothing; run 'hf download a/b --local-dir FOLDER'" in " ".join(done.stderr.split())
-
-
-def train(out: Path, rollouts: Path, hub: str) -> subprocess.CompletedProcess[str]:
-    settings = ["model.path=hub:me/tiny", "evaluate.every=0", "train.steps=1", f"output={out}", f"rollout.replay={rollouts}"]
-    settings += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=24"]
-    settings += ["log.tensorboard=false", "log.curves=false"]
-    command = [sys.executable, "-m", "tepo_megatron", "train", *settings]
-    environment = {**os.environ, "HF_HUB_CACHE": str(out.with_name("empty")), "HF_ENDPOINT": hub}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-
-
-def test_the_model_of_a_teacher_is_downloaded_before_ranks_start(hub: list[str], tmp_path: Path) -> None:
+def test_the_models_of_a_run_are_downloaded_before_ranks_start(hub: list[str], tmp_path: Path) -> None:
     teacher = ["teachers.old.path=hub:me/tiny", "objective.distill.coefficient=0.5"]
     prepare_run(load_run(None, [f"output={tmp_path}/out", *teacher]))
     assert any(path.startswith("/me/tiny/resolve/") for path in hub)
 
 
+@pytest.mark.usefixtures("hub")
+def test_without_the_hub_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="hub:me/tiny is not in this machine's cache, and the hub cannot be reached from here"):
+        prepare_run(load_run(None, [f"output={tmp_path}/out", "model.path=hub:me/tiny", "data.train=builtin:addition"]))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("hub")
-def test_a_run_trains_a_model_of_the_hub_and_without_the_hub_nothing_is_written(tmp_path: Path) -> None:
+def test_a_run_trains_a_model_of_the_hub(tmp_path: Path) -> None:
     rollouts = make_rollouts(tmp_path / "rollouts", 1)
-    done = train(tmp_path / "out", rollouts, "http://127.0.0.1:9")
-    assert done.returncode == 1
-    assert "hub:me/tiny is not in this machine's cache, and the hub cannot be reached from here" in " ".join(
-        done.stderr.split()
-    )
-    assert not (tmp_path / "out").exists()
-    done = train(tmp_path / "out", rollouts, constants.ENDPOINT)
-    assert done.returncode == 0, done.stderr
+    settings = ["model.path=hub:me/tiny", "evaluate.every=0", "train.steps=1", f"output={tmp_path}/out"]
+    settings += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=24"]
+    settings += [f"rollout.replay={rollouts}", "log.tensorboard=false", "log.curves=false"]
+    environment = {"HF_HUB_CACHE": f"{tmp_path}/empty", "HF_ENDPOINT": constants.ENDPOINT}
+    run_python("-m", "tepo_megatron", "train", *settings, environment=environment)
     assert (tmp_path / "out/model/model.safetensors").exists()
