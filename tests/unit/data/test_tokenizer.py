@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -185,17 +186,17 @@ class TestOwnTokenizer:
 
     @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizerFast"])
     @pytest.mark.parametrize("model_type", ["qwen2", "llama", "mistral"])
-    @given(text=st.lists(st.sampled_from(["sort", " 1024", " 37", "7", " ", "\n", "ä"]), max_size=8).map("".join))
-    def test_its_file_is_read_as_it_stands(self, folder: Path, model_type: str, named: str, text: str) -> None:
+    def test_its_file_is_read_as_it_stands(self, folder: Path, model_type: str, named: str) -> None:
         from tokenizers import Tokenizer as Core
 
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))
         core, tokenizer = Core.from_file(str(folder / "tokenizer.json")), load_tokenizer(folder)
-        assert tokenizer.encode(text) == core.encode(text, add_special_tokens=False).ids
-        assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.vocab_size == core.get_vocab_size()
+        for text in map("".join, product(["sort", " 1024", " 37", "7", " ", "\n", "ä", ""], repeat=3)):
+            assert tokenizer.encode(text) == core.encode(text, add_special_tokens=False).ids
+            assert tokenizer.decode(tokenizer.encode(text)) == text
 
     def test_strings_that_vllm_would_look_for_in_another_text_are_refused(self, folder: Path, chat_folder: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "qwen2"}')
