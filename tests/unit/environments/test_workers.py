@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -66,9 +67,13 @@ TURNS = {"ends at once": 1, "never ends": 4}
 """Of the model; two where it is not said. Between two of them the environment writes one token."""
 
 
-def config(name: str, **more: Any) -> RunConfig:
-    environment = {"name": f"{HOSTILE}:{name}", "timeout_s": 3.0, "max_turns": 4, **more}
-    return RunConfig.model_validate({"environment": environment})
+OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
+GAME = {"name": "guess_number", "timeout_s": 600.0}
+
+
+def opened(environment: dict[str, Any], reward: dict[str, Any] | None = None) -> EnvironmentTask:
+    run = RunConfig.model_validate({"environment": environment, "reward": reward or {}})
+    return EnvironmentTask(run, Letters(), VOCABULARY, 60)  # type: ignore[arg-type]
 
 
 def play(pool: EnvironmentTask, problems: list[Problem]) -> dict[tuple[int, int], tuple[Response, RewardResult]]:
@@ -89,7 +94,7 @@ def play(pool: EnvironmentTask, problems: list[Problem]) -> dict[tuple[int, int]
 @pytest.mark.parametrize("name", ["Hostile", "Patient"])
 def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) -> None:
     problems = [Problem(what, "", what) for what in [*FAILS, *REWARDS, "fine"]]
-    with EnvironmentTask(config(name), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with opened({**OWN, "name": f"{HOSTILE}:{name}", "timeout_s": 3.0}) as pool:
         played = play(pool, problems)
     assert len(played) == len(problems)
     other = {}
@@ -110,14 +115,14 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
     assert pool.take_figures([]) == {"environment/turns": 1.0, "environment/tokens": 0.0}
 
 
-@pytest.mark.parametrize("name", ["Waits", "Leaking"])
-def test_what_an_episode_leaves_behind_costs_no_other(name: str) -> None:
+@pytest.mark.parametrize(("name", "timeout_s"), [("Waits", 3.0), ("Leaking", 600.0)])
+def test_what_an_episode_leaves_behind_costs_no_other(name: str, timeout_s: float) -> None:
     """The others wait for room, one at a time: a ``close`` that waits too long, and memory, 400 MB where a worker has 200 and
     is replaced between two episodes.
     """
     problems = [Problem(str(at), "", "fine") for at in range(20)]
-    run = config(name, memory_mb=200, workers=1, concurrency=1)
-    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    limits = {"timeout_s": timeout_s, "memory_mb": 200, "workers": 1, "concurrency": 1}
+    with opened({**OWN, "name": f"{HOSTILE}:{name}", **limits}) as pool:
         assert [result.reward for _, result in play(pool, problems).values()] == [1.0] * 20
         if name == "Waits":
             time.sleep(3.2)  # the worker has given up to wait
@@ -128,7 +133,7 @@ def test_answers_to_episodes_that_were_given_up_are_nobody_elses() -> None:
     """A stream is left while its environments still work; the next one is that of a run that had no other before it."""
     problems = [Problem(str(at), "", str(at)) for at in range(4)]
     samples: Any = FakeSamples(random.Random(0))
-    with EnvironmentTask(config("Slow"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with opened({**OWN, "name": f"{HOSTILE}:Slow"}) as pool:
         with pool.stream(samples, lambda at: problems[-1 - at]) as given_up:
             for at in range(4):
                 given_up.submit(at, PROMPT, 10 * at, 1)
@@ -147,10 +152,7 @@ def test_answers_to_episodes_that_were_given_up_are_nobody_elses() -> None:
         ({"name": f"{HOSTILE}:Missing"}, "has no function Missing"),
         ({"name": "tests/support/missing.py:It"}, "there is no file"),
         ({"name": "guess"}, "unknown environment 'guess'; known: guess_number, calculator, python, or your own"),
-        (
-            {"name": f"{HOSTILE}:Hostile", "kwargs": {"broken": True}},
-            "cannot be made with environment.kwargs broken: it raised",
-        ),
+        ({**OWN, "kwargs": {"broken": True}}, "cannot be made with environment.kwargs broken: it raised"),
         ({"name": "pathlib:Path"}, "the environment 'pathlib:Path' has no method reset"),
     ],
 )
@@ -160,7 +162,7 @@ def test_an_environment_that_cannot_be_made_is_refused_at_the_start(wrong: dict[
 
 
 def test_a_rehearsal_refuses_what_cannot_begin() -> None:
-    with EnvironmentTask(config("Hostile"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with opened(OWN) as pool:
         pool.rehearse([Problem("a", "", "fine"), Problem("b", "", "messages at reset")])
         with pytest.raises(ValueError, match="cannot begin an episode of the first 2 problems: the environment's reset ret"):
             pool.rehearse([Problem(each, "", "messages at reset") for each in "ab"])
@@ -182,12 +184,17 @@ def test_what_episodes_cannot_do_is_refused_before_anything_starts(change: dict[
         RunConfig.model_validate({"environment": {"name": "calculator"}, **change})
 
 
+@pytest.fixture
+def unplayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker is started."""
+    monkeypatch.setattr(EnvironmentTask, "open_host", Mock())
+
+
+@pytest.mark.usefixtures("unplayed")
 def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() -> None:
     """As those of a verifier; what failed counts as ``reward.failed_reward`` where the model wrote something."""
-    reward = {"weights": {"right": 2.0, "brief": 0.5}, "failed_reward": -1.0}
-    run = RunConfig.model_validate({"environment": {"name": "guess_number"}, "reward": reward})
     problem, response = Problem("p", "", "1"), Response([5], [-1.0], "stop", ())
-    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with opened(GAME, {"weights": {"right": 2.0, "brief": 0.5}, "failed_reward": -1.0}) as pool:
         for paid, expected in (({"right": 1.0, "brief": 1.0}, 2.5), (0.0, 0.0), (1.0, -1.0)):
             pool.note(Episode("k", 0, problem, token_ids([1]), 0, reward=paid), response)
             (result,) = pool.score([(problem, ResponseText("", [5]))])
@@ -207,6 +214,7 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
         assert {len(ids) for _, ids in pool._taken} == {16}  # not the ids, of tens of thousands of episodes
 
 
+@pytest.mark.usefixtures("unplayed")
 @pytest.mark.parametrize(
     ("weights", "paid"),
     [
@@ -218,17 +226,12 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
 )
 def test_the_first_episodes_do_not_decide_which_components_others_have(weights: Any, paid: Any) -> None:
     """A limit may end an episode before the turn that rates the rest. What is no component of the weights is refused."""
-    run = RunConfig.model_validate({"environment": {"name": "guess_number"}, "reward": {"weights": weights}})
     problem, response = Problem("p", "", "1"), Response([5], [-1.0], "stop", ())
-    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with opened(GAME, {"weights": weights}) as pool:
         for reward, expected in paid:
             pool.note(Episode("k", 0, problem, token_ids([1]), 0, reward=reward), response)
             (result,) = pool.score([(problem, ResponseText("", [5]))])
             assert result.reward == expected, result.error
-
-
-OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
-GAME = {"name": "guess_number", "timeout_s": 600.0}
 
 
 @contextlib.contextmanager
@@ -253,8 +256,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
         remote = {**OWN, "servers": [first.url, second.url], "key_file": str(key_file)}
         found = {}
         for name, environment in (("here", OWN), ("there", remote)):
-            config = RunConfig.model_validate({"environment": environment})
-            with EnvironmentTask(config, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+            with opened(environment) as pool:
                 pool.rehearse(problems)
                 found[name] = play(pool, problems)
         assert list(found["here"]) == list(found["there"])
@@ -263,8 +265,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
             assert (there.response_ids.tolist(), rated.reward) == (response.response_ids.tolist(), result.reward)
             assert str(rated.error)[:60] == str(result.error)[:60]
 
-        config = RunConfig.model_validate({"environment": remote})
-        with EnvironmentTask(config, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        with opened(remote) as pool:
             assert isinstance(pool.host, RemoteEnvironments)
             samples: Any = FakeSamples(random.Random(0))
             with pool.stream(samples, lambda at: problems[at]) as stream:
@@ -298,6 +299,10 @@ def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
         session = post("/sessions", json={"environment": wanted}, headers=own).json()["session"]
         for calls in ([[1, ["run", "rm"]]], [["1", ["end"]]], {"a": 1}, [[1, ["step", "a"]]]):
             assert post(f"/sessions/{session}/calls", json=calls, headers=own).status_code == 400
+        waits: list[Any] = ["x", None, [], -1, math.nan, math.inf, 10**400]
+        for wait_s in waits:
+            asked = json.dumps({"wait_s": wait_s})
+            assert post(f"/sessions/{session}/answers", content=asked, headers=own).status_code == 400, wait_s
         assert post(f"/sessions/{session}/calls", json=[[1, ["step", "", "", ""]]], headers=own).is_success
 
         def refused(key_file: Path, **changes: Any) -> str:
@@ -401,24 +406,3 @@ def test_who_sends_a_byte_and_waits_is_hung_up_on(
     with connect(service.url) as client:
         client.sendall(begun)
         assert client.recv(1) == b""
-
-
-@pytest.fixture(scope="module")
-def trainer(service: EnvironmentService, key_file: Path) -> Iterator[httpx.Client]:
-    with httpx.Client(
-        base_url=service.url, headers={"Authorization": f"Bearer {key_file.read_text()}"}, timeout=TIMEOUT_S, verify=False
-    ) as client:
-        yield client
-
-
-def open_session(trainer: httpx.Client) -> str:
-    described = {"name": "guess_number", "adapter": "none", "kwargs": {}}
-    return trainer.post("/sessions", json={"environment": described}).json()["session"]
-
-
-def test_a_wait_that_is_none_is_refused(trainer: httpx.Client) -> None:
-    path = f"/sessions/{open_session(trainer)}/answers"
-    waits: list[Any] = ["x", None, [], -1, math.nan, math.inf, "1e400", 10**400]
-    for wait_s in waits:
-        reply = trainer.post(path, content=json.dumps({"wait_s": wait_s}))
-        assert (reply.status_code, bool(reply.json()["error"])) == (400, True), wait_s
