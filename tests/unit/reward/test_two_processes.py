@@ -15,8 +15,7 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward.pool import RewardPool
 
-Case = tuple[str, Sequence[str], str]
-"""Setup, tests, program."""
+Case = tuple[Problem, str]
 Judge = Callable[[Sequence[Case]], list[float | None]]
 
 
@@ -25,10 +24,10 @@ def judge() -> Iterator[Judge]:
     config = {"verifier": "python_tests", "run_code": True, "timeout_s": 600, "kwargs": {"seconds": 120}}
     with RewardPool(RewardConfig.model_validate(config)) as pool:
         pool.rehearse([Problem("p", "f", "def f(): pass", {"tests": ["f()"]})])
-        yield lambda cases: [result.reward for result in pool.score([_problem(*case) for case in cases])]
+        yield lambda cases: [result.reward for result in pool.score(cases)]
 
 
-def _problem(setup: str, tests: Sequence[str], program: str) -> tuple[Problem, str]:
+def case(program: str, *tests: str, setup: str = "") -> Case:
     return Problem("p", "f", "def f(): pass", {"setup": setup, "tests": list(tests)}), program
 
 
@@ -79,7 +78,8 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @settings(max_examples=8)
 @given(values=st.lists(VALUES, min_size=10, max_size=40))
 def test_plain_values_arrive_and_come_back_as_they_are(judge: Judge, values: list[Any]) -> None:
-    assert judge([(SAME, [f"assert same(f({value!r}), {value!r})" for value in values], "def f(x): return x")]) == [1.0]
+    tests = [f"assert same(f({value!r}), {value!r})" for value in values]
+    assert judge([case("def f(x): return x", *tests, setup=SAME)]) == [1.0]
 
 
 SUBCLASS = "class Odd(int):\n  __eq__ = lambda a, b: True\n  __hash__ = int.__hash__\ndef f(x): return Odd(x)"
@@ -95,72 +95,60 @@ class Point:
     def __enter__(self): return self
     def __exit__(self, *error): self.x = 0
 """
-HONEST: list[Case] = [
-    ("", ["assert f(3) == 3 and type(f(3)) is int"], SUBCLASS),
-    ("", ["assert f(operation='a', function=len, self=[1]) == 1"], "def f(operation, function, self): return function(self)"),
-    ("", ["assert f([1, None], type(None)) == 1"], "def f(x, kind): return sum(isinstance(i, kind) for i in x)"),
-    ("", ["assert f(2) == 4"], "root = []\nroot[:] = [root, root]\ndef f(x): return 2 * x"),
-    (
-        "",
-        [
-            "a = Point(2); a.x = 3; assert a.x == 3 and len(a) == 3 and list(a) == [0, 1, 2] and 2 in a and a[1] == 4",
-            "assert Point(1) + Point(2) == Point(3) and Point(1) != Point(2)",
-            "assert isinstance(Point(1), Point) and not isinstance(1, Point) and not Point(0)",
-            "with Point(5) as p: assert p.x == 5\nassert p.x == 0",
-            "p = [Point(1), {'a': Point(2)}]; assert total(p) == 3",
-        ],
+HONEST = [
+    case(SUBCLASS, "assert f(3) == 3 and type(f(3)) is int"),
+    case("def f(operation, function, self): return function(self)", "assert f(operation='a', function=len, self=[1]) == 1"),
+    case("def f(x, kind): return sum(isinstance(i, kind) for i in x)", "assert f([1, None], type(None)) == 1"),
+    case("root = []\nroot[:] = [root, root]\ndef f(x): return 2 * x", "assert f(2) == 4"),
+    case(
         f"{POINT}\ndef total(items): return items[0].x + items[1]['a'].x",
+        "a = Point(2); a.x = 3; assert a.x == 3 and len(a) == 3 and list(a) == [0, 1, 2] and 2 in a and a[1] == 4",
+        "assert Point(1) + Point(2) == Point(3) and Point(1) != Point(2)",
+        "assert isinstance(Point(1), Point) and not isinstance(1, Point) and not Point(0)",
+        "with Point(5) as p: assert p.x == 5\nassert p.x == 0",
+        "p = [Point(1), {'a': Point(2)}]; assert total(p) == 3",
     ),
-    (POINT, ["assert f(Point(4)).x == 5", "assert Point(1) == Point(1)"], "def f(p): return Point(p.x + 1)"),
-    (
-        "",
-        ["assert list(g(3)) == [0, 1, 2]", "i = g(1); assert next(i) == 0 and next(i, None) is None", "assert sum(g(4)) == 6"],
+    case("def f(p): return Point(p.x + 1)", "assert f(Point(4)).x == 5", "assert Point(1) == Point(1)", setup=POINT),
+    case(
         "def g(n):\n  for i in range(n): yield i",
+        "assert list(g(3)) == [0, 1, 2]",
+        "i = g(1); assert next(i) == 0 and next(i, None) is None",
+        "assert sum(g(4)) == 6",
     ),
-    (
-        "",
-        [
-            "a = [3, 1, 2]; b = a; assert f(a) is None and b == [1, 2, 3]",
-            "d = {'a': 1}; g(d); assert d == {'b': 2}",
-            "import collections\nq = collections.deque([1]); h(items=q); assert q == collections.deque([1, 5])",
-            "s, b = {1}, bytearray(b'a'); k(s, b); assert s == {1, 2} and b == bytearray(b'ab')",
-        ],
+    case(
         "def f(a): a.sort()\ndef g(d): d.clear(); d['b'] = 2\ndef h(items): items.append(5)\n"
         "def k(s, b): s.add(2); b.extend(b'b')",
+        "a = [3, 1, 2]; b = a; assert f(a) is None and b == [1, 2, 3]",
+        "d = {'a': 1}; g(d); assert d == {'b': 2}",
+        "import collections\nq = collections.deque([1]); h(items=q); assert q == collections.deque([1, 5])",
+        "s, b = {1}, bytearray(b'a'); k(s, b); assert s == {1, 2} and b == bytearray(b'ab')",
     ),
-    (
-        "import operator",
-        [
-            "assert apply(lambda x: x + 1, 3) == 4",
-            "assert apply(len, 'abc') == 3 and apply(str, 1) == '1' and apply(str.upper, 'a') == 'A'",
-            "assert both(operator.add, 1, 2) == 3",
-            "assert apply(lambda x: apply(lambda y: y * 2, x) + 1, 3) == 7",
-            "seen = []; apply(seen.append, 1); assert seen == [1]",
-            "def bad(x): raise KeyError('k')\ntry: apply(bad, 1)\nexcept KeyError as e: assert e.args == ('k',)\nelse: f()",
-            "assert apply(adder(2), 3) == 5 and adder(2)(4) == 6 and adder.__name__ == 'adder'",
-            "def fill(x): x.append(1)\nassert filled(fill) == [1]",
-        ],
+    case(
         "def apply(f, x): return f(x)\ndef both(f, x, y): return f(x, y)\ndef adder(n): return lambda x: x + n\n"
         "def filled(f): a = []; f(a); return a",
+        "assert apply(lambda x: x + 1, 3) == 4",
+        "assert apply(len, 'abc') == 3 and apply(str, 1) == '1' and apply(str.upper, 'a') == 'A'",
+        "assert both(operator.add, 1, 2) == 3",
+        "assert apply(lambda x: apply(lambda y: y * 2, x) + 1, 3) == 7",
+        "seen = []; apply(seen.append, 1); assert seen == [1]",
+        "def bad(x): raise KeyError('k')\ntry: apply(bad, 1)\nexcept KeyError as e: assert e.args == ('k',)\nelse: f()",
+        "assert apply(adder(2), 3) == 5 and adder(2)(4) == 6 and adder.__name__ == 'adder'",
+        "def fill(x): x.append(1)\nassert filled(fill) == [1]",
+        setup="import operator",
     ),
-    (
-        "",
-        [
-            "try: f(-1)\nexcept ValueError as e: assert str(e) == 'negative'\nelse: raise AssertionError",
-            "try: g()\nexcept Odd as e: assert isinstance(e, LookupError) and e.args == (1, 'a')\nelse: raise AssertionError",
-            "try: g()\nexcept LookupError: pass",
-            "assert kind(1) is int and kind('a') == str",
-        ],
+    case(
         "def f(x):\n  if x < 0: raise ValueError('negative')\nclass Base(LookupError): pass\nclass Odd(Base): pass\n"
         "def g(): raise Odd(1, 'a')\ndef kind(x): return type(x)",
+        "try: f(-1)\nexcept ValueError as e: assert str(e) == 'negative'\nelse: raise AssertionError",
+        "try: g()\nexcept Odd as e: assert isinstance(e, LookupError) and e.args == (1, 'a')\nelse: raise AssertionError",
+        "try: g()\nexcept LookupError: pass",
+        "assert kind(1) is int and kind('a') == str",
     ),
-    ("", ["assert f(500) == 2 ** 5000", "assert f(0) == 1"], "def f(n): return 2 ** (10 * n)"),
-    ("def check(x): return f(x) + 1", ["assert check(1) == 3", "assert ZERO == 0"], "ZERO = 0\ndef f(x): return 2 * x"),
-    ("", ["assert math.isclose(f(1), math.pi)"], "import math\ndef f(x): return x * math.pi"),
-    (
-        "",
-        ["def check(candidate):\n  assert candidate(2) == 4\n  assert candidate([1]) == [1, 1]\ncheck(f)"],
-        "f = lambda x: x * 2",
+    case("def f(n): return 2 ** (10 * n)", "assert f(500) == 2 ** 5000", "assert f(0) == 1"),
+    case("ZERO = 0\ndef f(x): return 2 * x", "assert check(1) == 3", "assert ZERO == 0", setup="def check(x): return f(x) + 1"),
+    case("import math\ndef f(x): return x * math.pi", "assert math.isclose(f(1), math.pi)"),
+    case(
+        "f = lambda x: x * 2", "def check(candidate):\n  assert candidate(2) == 4\n  assert candidate([1]) == [1, 1]\ncheck(f)"
     ),
 ]
 
@@ -184,117 +172,94 @@ HOST = """
 import gc, json, sys
 peer = [o for o in gc.get_objects() if type(o).__name__ == '_Program'][0]
 """
-ATTACKS: dict[str, Case] = {
-    "names that nobody asked for": (
-        "def near(a, b): return abs(a - b) < 1",
-        ["assert near(f(1), 3)"],
+ATTACKS = {
+    "names that nobody asked for": case(
         f"{HOST}\nsend = peer._send\ndef more(message):\n  if message[0] == 'result' and isinstance(message[1], dict):\n"
         "    message[1]['dict'] = [*message[1].get('dict', []), ['near', json.dumps(peer.encode(lambda *a: True))]]\n"
         "  send(message)\npeer._send = more\ndef f(x): return 0",
+        "assert near(f(1), 3)",
+        setup="def near(a, b): return abs(a - b) < 1",
     ),
-    "exec": ("", SQUARE, "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(x): return 0"),
-    "compile": (
-        "",
-        SQUARE,
-        "import builtins\nc = compile\nbuiltins.compile = lambda *a, **k: c('', 'a', 'exec')\ndef f(x): pass",
+    "exec": case("import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(x): return 0", *SQUARE),
+    "compile": case(
+        "import builtins\nc = compile\nbuiltins.compile = lambda *a, **k: c('', 'a', 'exec')\ndef f(x): pass", *SQUARE
     ),
-    "key in frames": (
-        "",
-        SQUARE,
+    "key in frames": case(
         f"import sys\n{WRITE}\nf = sys._getframe()\nwhile f:\n  for v in list(f.f_locals.values()):\n"
         "    k = [c.cell_contents for c in getattr(v, '__closure__', None) or () if type(c.cell_contents) is str]\n"
         "    for key in [*k, v] if type(v) is str else k: write(f'{key} 0', f'{key} 1')\n  f = f.f_back",
+        *SQUARE,
     ),
-    "key in objects": (
-        "",
-        SQUARE,
+    "key in objects": case(
         f"import gc\n{WRITE}\nfor o in gc.get_objects():\n  if type(o) is dict:\n    for v in list(o.values()):\n"
         "      if type(v) is str and len(v) == 32: write(f'{v} 0', f'{v} 1')",
+        *SQUARE,
     ),
-    "key in memory": (
-        "",
-        SQUARE,
+    "key in memory": case(
         f"import os, re\n{WRITE}\nfor p in range(os.getpid() - 50, os.getpid() + 50):\n  try:\n"
         "    for line in open(f'/proc/{p}/maps') if p != os.getpid() else ():\n"
         "      a, b = (int(n, 16) for n in line.split()[0].split('-'))\n"
         "      m = open(f'/proc/{p}/mem', 'rb'); m.seek(a)\n"
         "      for k in re.findall(r'\"key\": \"(\\w{32})\"', m.read(b - a).decode('latin1')): write(f'{k} 0', f'{k} 1')\n"
         "  except (OSError, ValueError): pass",
+        *SQUARE,
     ),
-    "ptrace": (
-        "",
-        SQUARE,
+    "ptrace": case(
         "import ctypes, os\nfor p in range(os.getpid() - 9, os.getpid() + 9):\n"
         "  if p != os.getpid(): ctypes.CDLL(None).ptrace(16, p, 0, 0)\ndef f(x): return 0",
+        *SQUARE,
     ),
-    "a subclass that equals everything": ("", ["assert f(3) == 4"], SUBCLASS),
-    "equals everything": ("", SQUARE, f"{EVERYTHING}\ndef f(x): return All()"),
-    "equals everything in a list": (
-        "",
-        ["assert f(2) == [4]", "assert f(3) in [[9], 9]"],
-        f"{EVERYTHING}\ndef f(x): return [All()]",
+    "a subclass that equals everything": case(SUBCLASS, "assert f(3) == 4"),
+    "equals everything": case(f"{EVERYTHING}\ndef f(x): return All()", *SQUARE),
+    "equals everything in a list": case(
+        f"{EVERYTHING}\ndef f(x): return [All()]", "assert f(2) == [4]", "assert f(3) in [[9], 9]"
     ),
-    "has another class": (
-        "",
-        ["assert isinstance(f(2), int) and f(2) == 4"],
-        f"{EVERYTHING}  __class__ = int\ndef f(x): return All()",
+    "has another class": case(
+        f"{EVERYTHING}  __class__ = int\ndef f(x): return All()", "assert isinstance(f(2), int) and f(2) == 4"
     ),
-    "is near everything": (
-        "",
-        ["assert abs(f(2) - 4) < 1e-6", "assert f(3) >= 9"],
+    "is near everything": case(
         f"{EVERYTHING}  __sub__ = __rsub__ = __abs__ = lambda *a: 0\ndef f(x): return All()",
+        "assert abs(f(2) - 4) < 1e-6",
+        "assert f(3) >= 9",
     ),
-    "math of the setup": ("import math", CLOSE, "import math\nmath.isclose = lambda *a: True\ndef f(x): return 7"),
-    "math of the test": (
-        "",
-        [f"import math\n{test}" for test in CLOSE],
-        "import math\nmath.isclose = lambda *a: True\ndef f(x): return 7",
+    "math of the setup": case("import math\nmath.isclose = lambda *a: True\ndef f(x): return 7", *CLOSE, setup="import math"),
+    "math of the test": case(
+        "import math\nmath.isclose = lambda *a: True\ndef f(x): return 7", *[f"import math\n{test}" for test in CLOSE]
     ),
-    "a class called math": ("", CLOSE, "class math:\n  isclose = lambda *a: True\ndef f(x): return 7"),
-    "another module called math": (
-        "",
-        CLOSE,
-        "import types\nmath = types.ModuleType('math')\nmath.isclose = lambda *a: True\ndef f(x): return 7",
+    "a class called math": case("class math:\n  isclose = lambda *a: True\ndef f(x): return 7", *CLOSE),
+    "another module called math": case(
+        "import types\nmath = types.ModuleType('math')\nmath.isclose = lambda *a: True\ndef f(x): return 7", *CLOSE
     ),
-    "helper of the setup": (
-        "def same(a, b): return a == b",
-        ["assert same(f(2), 4)"],
-        "same = lambda a, b: True\ndef f(x): pass",
+    "helper of the setup": case(
+        "same = lambda a, b: True\ndef f(x): pass", "assert same(f(2), 4)", setup="def same(a, b): return a == b"
     ),
-    "len": ("", ["assert len(f(2)) == 4"], "def len(x): return 4\ndef f(x): return []"),
-    "json and socket": (
-        "",
-        SQUARE,
+    "len": case("def len(x): return 4\ndef f(x): return []", "assert len(f(2)) == 4"),
+    "json and socket": case(
         f"import json, socket\n{EVERYTHING}\njson.loads = json.dumps = socket.socket = lambda *a, **k: All()\ndef f(x): pass",
+        *SQUARE,
     ),
-    "builtins of the tests": (
-        "",
-        ["assert isinstance(f(2), str)"],
+    "builtins of the tests": case(
         f"{HOST}\nold = peer._run\ndef run(*texts):\n  return {{**old(*texts), '__builtins__': '{{\"dict\": []}}',"
         " 'isinstance': '{\"object\": 0}'}\npeer._operations['run'] = run\n"
         "peer.objects.append(lambda *a: True)\ndef f(x): return 0",
+        "assert isinstance(f(2), str)",
     ),
-    "a class made in the tests": (
-        "",
-        SQUARE[:1],
+    "a class made in the tests": case(
         f"{HOST}\ndef yes(*a): return True\ndef f(x):\n  eq = peer.encode(yes)\n"
         "  peer._send(['ask', '__call__', [{'type': 'builtins.type'}, 'X', {'tuple': [{'type': 'builtins.object'}]},"
         " {'dict': [{'tuple': ['__eq__', eq]}]}], {}])\n"
         "  kind = peer.receive()[1]\n  peer._send(['ask', '__call__', [{'yours': kind['object']}], {}])\n"
         "  made = peer.receive()[1]\n  peer._send(['result', {'yours': made['object']}, [None, None]])\n  return True",
+        *SQUARE[:1],
     ),
-    "a name to import": (
-        "",
-        ["assert f() == 4"],
-        f"{HOST}\ndef f():\n  peer._send(['result', {{'named': ['unittest.mock', 'ANY']}}, []])",
+    "a name to import": case(
+        f"{HOST}\ndef f():\n  peer._send(['result', {{'named': ['unittest.mock', 'ANY']}}, []])", "assert f() == 4"
     ),
-    "nonsense that the test expects to fail": (
-        "",
-        ["try: f(1)\nexcept BaseException: pass", "assert True"],
-        f"{WRITE}\ndef f(x): write('nonsense')",
+    "nonsense that the test expects to fail": case(
+        f"{WRITE}\ndef f(x): write('nonsense')", "try: f(1)\nexcept BaseException: pass", "assert True"
     ),
-    "an end that the test expects": ("", ["try: f(1)\nexcept BaseException: pass"], "import os\ndef f(x): os._exit(0)"),
-    "a flood": ("", SQUARE, f"{WRITE}\ndef f(x):\n  while True: write('1' * 10**6)"),
+    "an end that the test expects": case("import os\ndef f(x): os._exit(0)", "try: f(1)\nexcept BaseException: pass"),
+    "a flood": case(f"{WRITE}\ndef f(x):\n  while True: write('1' * 10**6)", *SQUARE),
 }
 
 
