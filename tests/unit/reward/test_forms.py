@@ -58,26 +58,15 @@ async def many(problem, response):
     state["now"] -= 1
     return state["most"]
 
+def says(problem, response):
+    return eval(response, {"nan": float("nan")})
+
 class Groups:
     def score_group(self, problem, responses):
-        if responses[0] == "short":
-            return [1.0]
-        if responses[0] == "dict":
-            return {"correct": 1.0}
-        return [None if each == "none" else float("nan") if each == "nan" else 1.0 for each in responses]
-
-def parts(problem, response):
-    values = {"right": 1, "wrong": 0.0}
-    if response == "other":
-        return {"correct": 1, "style": 2}
-    if response == "number":
-        return 1.0
-    if response == "empty":
-        return {}
-    if response == "named":
-        return {"mean": 1}
-    return {"format": 0.5 if response != "nan" else float("nan"), "correct": values.get(response, 0)}
+        return says(problem, responses[0])
 '''
+RIGHT, OTHER, NUMBER = "{'format': 0.5, 'correct': 1}", "{'correct': 1, 'style': 2}", "1.0"
+"""Responses that ``says`` returns."""
 
 
 @pytest.fixture
@@ -145,19 +134,19 @@ def test_async_calls_are_under_way_together_within_a_bound(file: str) -> None:
 def test_a_group_fails_whole_or_in_part(file: str) -> None:
     with pool_of(f"{file}:Groups") as pool:
         same = ["g"] * 3
-        whole = pool.score(items("short", "b", "c"), same)
+        whole = pool.score(items("[1.0]", "b", "c"), same)
         assert {result.reward for result in whole} == {None}
         assert "score_group returned 1 rewards for a group of 3 responses, at " in str(whole[0].error)
-        assert "score_group returned dict, not a list" in str(pool.score(items("dict", "b", "c"), same)[2].error)
-        part = pool.score(items("a", "none", "nan"), same)
+        assert "score_group returned dict, not a list" in str(pool.score(items(RIGHT, "b", "c"), same)[2].error)
+        part = pool.score(items("[1.0, None, nan]", "b", "c"), same)
         assert (part[0].reward, part[0].error) == (1.0, None)
         assert "returned NoneType, not a number, at " in str(part[1].error)
         assert "returned nan, not a finite number, at " in str(part[2].error)
 
 
 def test_components_are_weighed_and_others_fail(file: str) -> None:
-    with pool_of(f"{file}:parts", weights={"correct": 2.0, "format": -1.0}) as pool:
-        right, other, number, nan, empty = pool.score(items("right", "other", "number", "nan", "empty"))
+    with pool_of(f"{file}:says", weights={"correct": 2.0, "format": -1.0}) as pool:
+        right, other, number, nan, empty = pool.score(items(RIGHT, OTHER, NUMBER, "{'format': nan, 'correct': 0}", "{}"))
         assert right == RewardResult(1.5, parts={"correct": 1.0, "format": 0.5})
         assert list(right.parts) == ["correct", "format"]  # in the order of reward.weights
         named = "not the components correct, format of reward.weights"
@@ -168,19 +157,19 @@ def test_components_are_weighed_and_others_fail(file: str) -> None:
 
 
 def test_without_weights_components_are_those_of_the_rehearsal(file: str) -> None:
-    with pool_of(f"{file}:parts") as pool:
-        pool.rehearse([Problem("p", "q", "right")])
+    with pool_of(f"{file}:says") as pool:
+        pool.rehearse([Problem("p", "q", RIGHT)])
         assert pool.components == ("format", "correct")
-        right, number = pool.score(items("right", "number"))
+        right, number = pool.score(items(RIGHT, NUMBER))
         assert (right.reward, list(right.parts)) == (1.5, ["format", "correct"])
         assert "returned a number, not the components" in str(number.error)
-        beside = RewardPool(RewardConfig(verifier=f"{file}:parts"), pool.components)
+        beside = pool.another()
     with beside:
-        right, other = beside.score(items("right", "other"))
+        right, other = beside.score(items(RIGHT, OTHER))
         assert list(right.parts) == ["format", "correct"]
         assert "not the components format, correct that it returned before" in str(other.error)
-    with pool_of(f"{file}:parts") as pool, pytest.raises(ValueError, match="component cannot be called mean"):
-        pool.rehearse([Problem("p", "q", "named")])
+    with pool_of(f"{file}:says") as pool, pytest.raises(ValueError, match="component cannot be called mean"):
+        pool.rehearse([Problem("p", "q", "{'mean': 1}")])
 
 
 names = st.sampled_from(["a", "b", "c", "d"])
