@@ -316,11 +316,7 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (
-            "temperature",
-            0.5,
-            r"temperature = 0.5, and the run draws with rollout.sampling.temperature = 0.7: .*ignore=\[temperature\]",
-        ),
+        ("temperature", 0.5, r"0.5, and the run draws with rollout.sampling.temperature = 0.7: .*ignore=\[temperature\]"),
         ("top_p", 0.9, "rollout.sampling.top_p = 1.0"),
         ("top_k", 5, "rollout.sampling.top_k = null"),
         ("stop", ["b"], r'rollout.sampling.stop = \["a"\]'),
