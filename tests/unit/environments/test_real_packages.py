@@ -50,17 +50,17 @@ PACKAGES = {
     f"multiprocess==0.70.18 openai-agents==0.24.0 pandas==3.1.1 {_PRIME}",
 }
 
-Install = Callable[[str], Path]
+Install = Callable[..., list[str]]
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a package behind this environment's own on the path, which workers take over."""
+    """Puts a package, and more folders, behind this environment's own on the path, which workers take over."""
 
-    def added(name: str) -> Path:
-        folder = installed(PACKAGES[name])
-        monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
-        return folder
+    def added(name: str, *folders: Path) -> list[str]:
+        more = [str(folder) for folder in (installed(PACKAGES[name]), *folders)]
+        monkeypatch.setattr(sys, "path", [*sys.path, *more])
+        return more
 
     return added
 
@@ -138,11 +138,11 @@ def test_a_game_of_another_library_is_won_and_lost(install: Install, name: str, 
 
 
 def test_a_game_of_openenv_is_won_and_lost_on_its_own_server(install: Install) -> None:
-    folder = install("openenv")
+    (folder,) = install("openenv")
     with reserve_port("127.0.0.1") as held:
         port = held.getsockname()[1]
     program = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    command = [sys.executable, "-c", program, str(folder), str(EXAMPLES / "openenv_game.py"), str(port)]
+    command = [sys.executable, "-c", program, folder, str(EXAMPLES / "openenv_game.py"), str(port)]
     with subprocess.Popen(command) as server:
         try:
             url = f"http://127.0.0.1:{port}"
@@ -217,31 +217,19 @@ def load_environment():
 
 
 @pytest.mark.parametrize(
-    ("package", "example", "module", "code"),
-    [
-        ("verifiers", "verifiers_agent.py", "gsm8k_v1", TASKSET),
-        ("verifiers_0_1", "verifiers_0_1_agent.py", "gsm8k", ENVIRONMENT),
-    ],
+    ("package", "module", "code"), [("verifiers", "gsm8k_v1", TASKSET), ("verifiers_0_1", "gsm8k", ENVIRONMENT)]
 )
 def test_an_environment_of_verifiers_is_an_agent_that_starts_quietly(
-    install: Install,
-    package: str,
-    example: str,
-    module: str,
-    code: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    install: Install, package: str, module: str, code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The example's own file, with an environment of that name."""
-    folder = install(package)
     (tmp_path / f"{module}.py").write_text(code)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    program = f"import runpy, sys; sys.path += {[str(folder), str(tmp_path)]}; runpy.run_path(sys.argv[1], run_name='__main__')"
-    (tmp_path / "problems.jsonl").write_text(run_python("-c", program, EXAMPLES / example).stdout)
+    program = f"import runpy, sys; sys.path += {install(package, tmp_path)}; runpy.run_path(sys.argv[1], run_name='__main__')"
+    example = EXAMPLES / f"{package}_agent.py"
+    (tmp_path / "problems.jsonl").write_text(run_python("-c", program, example).stdout)
     problems = load_problems(str(tmp_path / "problems.jsonl"))
     assert [problem.prompt for problem in problems] == ["saya", "sayb"]
-    solve = {"name": f"{EXAMPLES / example}:solve", "adapter": "agent", "timeout_s": 600.0, "agent": {"chat_template": False}}
+    solve = {"name": f"{example}:solve", "adapter": "agent", "timeout_s": 600.0, "agent": {"chat_template": False}}
     run = RunConfig.model_validate({"environment": solve})
     with EnvironmentTask(run, Letters(), VOCABULARY, 120) as task:  # type: ignore[arg-type]
         task.rehearse(problems)

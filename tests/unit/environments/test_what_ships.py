@@ -83,10 +83,8 @@ def test_programs_run_within_limits_without_network_in_a_folder_that_goes() -> N
         "print('a' * 10**7)": ("error: it printed more than 4194304 bytes", True),
     }
     found = answers(config, *(f"<python>{program}</python>" for program in programs), "it is 95")
-    shown = [
-        (each["observation"][1].removeprefix("<output>").removesuffix("</output>"), each["tool_error"]) for each in found[:-1]
-    ]
-    assert dict(zip(programs, shown, strict=True)) == programs
+    shown = [(each["observation"], each["tool_error"]) for each in found[:-1]]
+    assert shown == [(["text", f"<output>{text}</output>"], failed) for text, failed in programs.values()]
     assert (found[-1]["reward"], found[-1]["done"]) == (1.0, True)
 
 
