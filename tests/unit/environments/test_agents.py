@@ -86,9 +86,8 @@ def play(pool: EnvironmentTask, does: list[str], prompt: str = "") -> list[tuple
             stream.submit(at, (1,), 7 * at + 1)
         found = episodes.play(stream)
     responses = [found[at, 0] for at in range(len(problems))]
-    results = pool.score(
-        [(problem, ResponseText("", it.response_ids)) for problem, it in zip(problems, responses, strict=True)]
-    )
+    texts = [ResponseText("", response.response_ids) for response in responses]
+    results = pool.score(list(zip(problems, texts, strict=True)))
     return [(response, result, samples) for response, result in zip(responses, results, strict=True)]
 
 
@@ -263,10 +262,8 @@ def serve(scene: Callable[[Any, httpx.AsyncClient], Awaitable[None]], outside_ke
     """``client`` asks ``address``, whose root is its base."""
 
     async def found() -> None:
-        served = agents.Agents(
-            None, {}, {"agent": {**SETTINGS, "key": outside_key}}, WorkerLimits.of("", "", ENVIRONMENT.model_dump())
-        )
-        address = served.address
+        limits = WorkerLimits.of("", "", ENVIRONMENT.model_dump())
+        address = agents.Agents(None, {}, {"agent": {**SETTINGS, "key": outside_key}}, limits).address
         root = (await address.url()).removesuffix("/v1")
         async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S, verify=False) as client:
             await asyncio.wait_for(scene(address, client), TIMEOUT_S)
