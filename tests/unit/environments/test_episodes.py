@@ -426,15 +426,6 @@ def test_text_of_an_environment_is_a_message_where_the_prompt_is_one(template: s
     assert as_tool == ("<|tool|>" if template is TEMPLATE else "⟦<|user|>⟧") + f"3 <|user|>⟦<|end|>⟧{answer}"
 
 
-def test_a_role_that_cannot_act_is_refused() -> None:
-    for settings, message in (
-        ({"special_tokens": True, "observations": "user"}, "messages never have any"),
-        ({"adapter": "agent", "observations": "text"}, "agent, which sends messages"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            EnvironmentConfig.model_validate({"name": "a.py:A", **settings})
-
-
 def test_a_chat_with_tools_is_rendered_once_and_goes_on_behind_the_models_tokens(tmp_path: Path) -> None:
     """Beginning, the model's tokens and the tool's result are the whole chat's tokens; names of special tokens stay text."""
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path, TOOLS_TEMPLATE))

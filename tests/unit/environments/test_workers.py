@@ -177,6 +177,8 @@ def test_a_rehearsal_refuses_what_cannot_begin() -> None:
         ({"environment": {"name": "calculator", "servers": ["http://a:1"]}}, "environment.servers needs environment.key_file"),
         ({"environment": {"name": "calculator", "servers": ["a:1"], "key_file": "k"}}, "'a:1' is no address"),
         ({"environment": {"name": "calculator", "max_tokens": 1}}, "leaves no room"),
+        ({"environment": {"name": "a.py:A", "special_tokens": True, "observations": "user"}}, "messages never have any"),
+        ({"environment": {"name": "a.py:A", "adapter": "agent", "observations": "text"}}, "agent, which sends messages"),
     ],
 )
 def test_what_episodes_cannot_do_is_refused_before_anything_starts(change: dict[str, Any], message: str) -> None:
