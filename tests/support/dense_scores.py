@@ -191,11 +191,12 @@ def assert_scores(scores, oracle, tolerance):
 
 
 def compare(logits, labels, options, weights, *, inplace, backend, tolerance, gradient_tolerance=None):
-    """Scores and gradient of logits as given, in their dtype and on their device; tolerances relative and absolute.
+    """Scores and gradient of logits as given, with their dtype, strides and device; tolerances relative and absolute.
 
     That of the gradient, where it differs, is relative to the largest entry.
     """
-    leaf, dense = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    leaf = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
+    leaf, dense = leaf.copy_(logits).requires_grad_(), logits.double().requires_grad_()
     options = options | {"entropy_slope": True}
     scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend=backend, **options)
     oracle = dense_logprob_and_entropy(dense, labels, **options)

@@ -2,6 +2,7 @@
 own, with TRITON_INTERPRET=1. A tile there is 128 columns, a row comes in as many as 8 parts.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,57 +30,64 @@ from tests.support.dense_scores import (
     top_k_cases,
 )
 
-
-@settings(max_examples=40)
-@given(cases(max_width=700), st.booleans())
-def test_matches_the_dense_oracle(case, inplace):
-    logits, *rest = case
-    compare(logits.float(), *rest, inplace=inplace, backend="triton", tolerance=2e-5)
+check = partial(compare, backend="triton", tolerance=2e-5)
 
 
-BY_KIND = pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda divergence: divergence.kind)
+def kind_of(divergence: Divergence | None) -> str:
+    return "no teacher" if divergence is None else divergence.kind
 
 
-@BY_KIND
+@pytest.mark.parametrize("divergence", [None, *DIVERGENCES], ids=kind_of)
 @settings(max_examples=20)
 @given(case=cases(max_width=700), inplace=st.booleans(), spread=st.sampled_from([0.0, 0.3, 5.0]))
-def test_divergences_match_the_dense_oracle(divergence: Divergence, case: Any, inplace: bool, spread: float) -> None:
+def test_matches_the_dense_oracle(divergence: Divergence | None, case: Any, inplace: bool, spread: float) -> None:
     logits, labels, options, weights = case
-    teacher = teacher_of(logits.float(), labels, divergence, spread=spread)
-    options = options | {"teacher": teacher}
-    compare(logits.float(), labels, options, weights, inplace=inplace, backend="triton", tolerance=2e-5)
+    logits = logits.float()
+    if divergence is not None:
+        options = options | {"teacher": teacher_of(logits, labels, divergence, spread=spread)}
+    check(logits, labels, options, weights, inplace=inplace)
 
 
 @settings(max_examples=20)
 @given(case=top_k_cases(small=True), inplace=st.booleans())
 def test_divergences_from_a_top_k_match_the_dense_oracle(case: Any, inplace: bool) -> None:
-    compare(case[0].float(), *case[1:], inplace=inplace, backend="triton", tolerance=2e-5)
+    check(case[0].float(), *case[1:], inplace=inplace)
 
 
-@pytest.mark.parametrize("impossible", ["student", "teacher"])
-def test_a_mixture_does_not_underflow(impossible: str) -> None:
-    compare(*least_probabilities(impossible), inplace=False, backend="triton", tolerance=2e-5)
+@pytest.mark.parametrize(
+    "case",
+    [*map(least_probabilities, ["student", "teacher"]), *map(impossible_column, ["forward_kl", "reverse_kl"])],
+    ids=["least student", "least teacher", "forward_kl", "reverse_kl"],
+)
+def test_the_least_probabilities_do_not_underflow_and_what_has_none_adds_nothing(case: Any) -> None:
+    check(*case, inplace=False)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
-def test_a_column_without_weight_adds_nothing(kind: str) -> None:
-    compare(*impossible_column(kind), inplace=False, backend="triton", tolerance=2e-5)
+STRIDES = {"rows apart": (666, 1), "columns apart": (666, 2), "transposed": (1, 12)}
 
 
-@BY_KIND
-@pytest.mark.parametrize("kind", ["rows apart", "columns apart"])
-def test_divergences_of_half_precision_and_any_stride(divergence: Divergence, kind: str) -> None:
-    whole = (4 * torch.randn(2, 12, 2 * 333)).bfloat16()
-    logits = whole[0, :, :333] if kind == "rows apart" else whole[0, :, ::2]
+@pytest.mark.parametrize(
+    ("layout", "dtype", "divergence"),
+    [
+        ("rows apart", torch.bfloat16, None),
+        ("columns apart", torch.float16, None),
+        ("transposed", torch.float32, None),
+        *zip(STRIDES, 3 * [torch.bfloat16], DIVERGENCES, strict=True),
+    ],
+)
+def test_half_precision_and_any_stride_lose_nothing_but_the_gradients_rounding(
+    layout: str, dtype: torch.dtype, divergence: Divergence | None
+) -> None:
+    logits = torch.empty_strided((12, 333), STRIDES[layout], dtype=dtype).copy_(4 * torch.randn(12, 333))
     labels, mask = torch.randint(0, 301, (12,)), torch.rand(12) < 0.6
-    held = teacher_of(logits, labels, divergence)
-    there = torch.empty(333, 12, dtype=torch.bfloat16).t().copy_(held.logits_TVp)
-    options = {"temperature": 0.7, "vocab_size": 301, "mask_T": mask, "teacher": TeacherLogits(there, divergence)}
-    rounding = torch.finfo(torch.bfloat16).eps
-    compare(
-        *(logits, labels, options, torch.randn(2, 12)),
-        **{"inplace": False, "backend": "triton", "tolerance": 1e-5, "gradient_tolerance": rounding},
-    )
+    logits[3, 7:200], labels[3], mask[3] = -torch.inf, 300, True
+    options: dict[str, Any] = {"temperature": 0.7, "vocab_size": 301, "mask_T": mask}
+    if divergence is not None:
+        held = teacher_of(logits, labels, divergence)
+        there = torch.empty(333, 12, dtype=dtype).t().copy_(held.logits_TVp)
+        options["teacher"] = TeacherLogits(there, divergence)
+    close = {"tolerance": 1e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
+    check(logits, labels, options, torch.randn(2, 12), inplace=divergence is None, **close)
 
 
 def test_the_lowest_id_of_a_tie_is_the_most_likely() -> None:
@@ -92,24 +100,9 @@ def test_the_lowest_id_of_a_tie_is_the_most_likely() -> None:
     assert scores.agreement.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_lose_nothing_but_the_gradients_rounding(dtype):
-    logits, labels, mask = (4 * torch.randn(12, 333)).to(dtype), torch.randint(0, 301, (12,)), torch.rand(12) < 0.6
-    logits[3, 7:200] = -torch.inf
-    options = {"temperature": 0.7, "vocab_size": 301, "mask_T": mask.index_fill(0, torch.tensor([3]), True)}
-    labels[3] = 300
-    rounding = torch.finfo(dtype).eps
-    compare(
-        *(logits, labels, options, torch.randn(2, 12)),
-        **{"inplace": True, "backend": "triton", "tolerance": 1e-5, "gradient_tolerance": rounding},
-    )
-
-
 def test_fp64_is_as_exact_as_in_torch():
-    compare(
-        *(torch.randn(4, 50, dtype=torch.float64), torch.arange(4), {"vocab_size": 47}, torch.randn(2, 4)),
-        **{"inplace": False, "backend": "triton", "tolerance": 1e-9},
-    )
+    logits = torch.randn(4, 50, dtype=torch.float64)
+    check(logits, torch.arange(4), {"vocab_size": 47}, torch.randn(2, 4), inplace=False, tolerance=1e-9)
 
 
 def test_a_large_offset_costs_no_digits():
@@ -143,19 +136,6 @@ def test_in_place_writes_the_same_bits(used):
     torch.testing.assert_close(gradients[0].double(), dense.grad.nan_to_num(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["rows apart", "columns apart", "transposed"])
-def test_strides(layout):
-    whole = torch.randn(2, 5, 2 * 200)
-    logits = {"rows apart": whole[0, :, :200], "columns apart": whole[0, :, ::2], "transposed": whole[0, :, :20].t()}[layout]
-    labels = torch.arange(logits.shape[0]) % logits.shape[1]
-    leaf, dense = logits.requires_grad_(), logits.detach().double().requires_grad_()
-    scores, oracle = logprob_and_entropy(leaf, labels, backend="triton"), dense_logprob_and_entropy(dense, labels)
-    weights = torch.randn(2, labels.numel())
-    torch.testing.assert_close(scores.entropy.double(), oracle.entropy, rtol=1e-5, atol=1e-5)
-    own = torch.autograd.grad(loss(scores, weights), leaf)[0]
-    torch.testing.assert_close(own.double(), torch.autograd.grad(loss(oracle, weights), dense)[0], rtol=1e-5, atol=1e-6)
-
-
 def test_more_than_two_billion_logits(tmp_path):
     """The third row starts beyond 2³¹ elements; the file that stands for the tensor is sparse."""
     stride = 2**30 + 16
@@ -177,10 +157,17 @@ def _shard(labels, rank, width, vocab, temperature, divergence):
     return Scoring(None, temperature, columns, labels.numel(), None, local, Checks(), True, divergence=divergence)
 
 
-@BY_KIND
-@pytest.mark.parametrize(("world", "width", "vocab"), [(2, 150, 300), (2, 150, 270), (3, 140, 200)])
-def test_shards(world, width, vocab, divergence):
-    """Even, padded, and with a shard that is all padding; each rank's statistics and gradient, without a group between them."""
+EVEN, PADDED = (2, 150, 300), (3, 140, 200)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "sizes"), [*((divergence, PADDED) for divergence in DIVERGENCES), (DIVERGENCES[2], EVEN)]
+)
+def test_shards(divergence, sizes):
+    """Even, and with one that is padded in part and one that is all padding; each rank's statistics and gradient, without a
+    group between them.
+    """
+    world, width, vocab = sizes
     logits, labels, weights = 3 * torch.randn(5, world * width), torch.randint(0, vocab, (5,)), torch.randn(2, 5)
     dense = logits.double().requires_grad_()
     held = teacher_of(logits, labels, divergence)
@@ -205,7 +192,7 @@ def test_shards(world, width, vocab, divergence):
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("divergence", [None, *DIVERGENCES])
+@pytest.mark.parametrize("divergence", [None, DIVERGENCES[2]], ids=kind_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_with_the_head(monkeypatch, dtype, divergence):
     """The chunks' statistics and gradients are the kernels'; with a mask, padding, and a last chunk that is shorter."""
