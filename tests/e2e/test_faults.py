@@ -19,8 +19,9 @@ from tepo_megatron.sampler.rollout_file import Record, write_rollouts
 from tepo_megatron.tools.faults.run import CLASSES
 from tepo_megatron.tools.faults.workshop import REPLAYED, differences, make_rollouts
 from tests.support.cli import invoke
+from tests.support.killing_callback import killing
 from tests.support.launch import run_world
-from tests.support.processes import assert_none_names, eventually
+from tests.support.processes import assert_none_names
 from tests.support.programs import RUN, TIMEOUT_S, rows, start, wait_for_rows
 
 
@@ -57,11 +58,6 @@ def run_replay(output: Path, rollouts: Path, *settings: str) -> str:
     return (output / "printed.txt").read_text()
 
 
-def pid_of(rank: int, output: Path) -> int:
-    (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == rank]
-    return pid
-
-
 def status(output: Path) -> str:
     """In this process: another one may take longer to start than a stopped rank is let live."""
     return invoke("status", output).output
@@ -90,26 +86,21 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
 
 
 def test_lost_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Rank 1 before the first checkpoint, rank 0 after it."""
-    rollouts, steps, output = make_rollouts(tmp_path / "rollouts", 20), 20, tmp_path / "out"
-    settings = (f"train.steps={steps}", "train.save_every=12")
+    """Rank 1 before the first checkpoint, rank 0 two steps after it."""
+    rollouts, output = make_rollouts(tmp_path / "rollouts", 7), tmp_path / "out"
+    settings = ("train.steps=7", "train.save_every=4")
     run_replay(tmp_path / "quiet", rollouts, *settings)
-    process = start_replay(output, rollouts, *settings, "engine.parallel.tp=2", "train.max_restarts=2")
-    checkpoint = output / "checkpoints" / "step_000012"
-    wait_for_rows(process, output, 3)
-    os.kill(pid_of(1, output), signal.SIGKILL)
-    assert not checkpoint.exists()
-    assert eventually(lambda: checkpoint.exists() or process.poll() is not None)
-    os.kill(pid_of(0, output), signal.SIGKILL)
+    kills = killing((0, 2, 1), (1, 6, 0))
+    process = start_replay(output, rollouts, *settings, kills, "engine.parallel.tp=2", "train.max_restarts=2")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     for restart, victim in enumerate((1, 0), 1):
         assert f"rank {victim} was ended by SIGKILL" in err
         assert f"(restart {restart} of at most 2, train.max_restarts)" in err
     assert out.count("resumed from") == 1
-    assert f"resumed from {checkpoint} at step 12" in out
+    assert f"resumed from {output}/checkpoints/step_000004 at step 4" in out
     assert not differences(output, tmp_path / "quiet")
-    assert [row["step"] for row in rows(output)] == list(range(steps + 1))
+    assert [row["step"] for row in rows(output)] == list(range(8))
     assert not list(output.glob("resolved.*.yaml"))
     assert_none_names(output)
 
@@ -128,7 +119,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tm
     process = start_replay(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
     try:
         wait_for_rows(process, output, 4)
-        pid = pid_of(1, output)
+        (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == 1]
         os.kill(pid, signal.SIGSTOP)
         text = status(output)
         assert "of 400 done" in text

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.tools.faults.workshop import make_rollouts
+from tests.support.killing_callback import killing
 from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
 
 pytestmark = pytest.mark.slurm
@@ -167,16 +165,14 @@ def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
     return newest_checkpoint(out)
 
 
+@pytest.mark.long
 def test_a_spare_node_takes_over_when_a_rank_is_killed_and_the_job_goes_on(cluster: Any, tepo: str, tmp_path: Path) -> None:
     """A rank on each of two nodes, on recorded rollouts; the second one's is killed."""
-    out, rollouts, last = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 40), 40
+    out, rollouts, last = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 7), 7
     settings = ["cluster.train_nodes=2", "cluster.rollout_nodes=0", "cluster.spare_nodes=1", "cluster.gpus_per_node=1"]
-    settings += ["engine.parallel.tp=1", "engine.parallel.dp=2", "engine.parallel.sequence_parallel=false"]
+    settings += ["engine.parallel.tp=1", "engine.parallel.dp=2", "engine.parallel.sequence_parallel=false", killing((0, 5, 1))]
     settings += ["train.max_restarts=2", f"train.steps={last}", "train.save_every=2", f"rollout.replay={rollouts}"]
     job = submitted(cluster, tepo, out, *settings)
-    wait_for(cluster, job, out, lambda now: len(steps(out)) > 4 or now in ENDED)
-    (pid,) = [record.pid for record in RankRecord.read_all(out / "status") if record.rank == 1]
-    os.kill(pid, signal.SIGKILL)
     wait_for(cluster, job, out, lambda now: now in ENDED)
     assert shown(cluster, job, "JobState") == "COMPLETED", evidence(out)
     log = (out / "logs" / f"train-{job}.0-node0.log").read_text()
