@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from tepo_megatron.runtime.preemption import PREEMPTED
+from tepo_megatron.tools.faults.workshop import make_rollouts
 from tests.support.launcher import launcher
 from tests.support.processes import eventually, family
-from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
+from tests.support.programs import FEW_BLOCKS, TIMEOUT_S, last_step, rows
+from tests.support.programs import RUN as EXAMPLE
 from tests.support.shell import bash, write_script
 from tests.support.submissions import JOB
 
@@ -48,7 +50,7 @@ TINY = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.every=0", "train.steps=2"),
     *("engine.platform=cpu", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "cluster.rollout_nodes=1"),
     *("rollout.server.max_num_seqs=16", "rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),
-    "train.grace_s=1000",
+    *("rollout.server.transfer=gather", "train.grace_s=1000"),
     *(f"cluster.python={sys.executable}", f"cluster.setup=['export PYTHONPATH={ROOT}']"),
     *("log.curves=false", "log.tensorboard=false", f"rollout.server.extra_args=[{FEW_BLOCKS}]"),
 ]
@@ -57,6 +59,11 @@ TINY = [
 @pytest.fixture(scope="module")
 def python() -> str:
     return str(launcher() / "python")
+
+
+@pytest.fixture(scope="module")
+def tepo() -> str:
+    return str(launcher() / "tepo")
 
 
 @pytest.fixture(scope="module")
@@ -91,30 +98,35 @@ print(write_scripts(on_nodes(load_run(None, sys.argv[1:])))["sbatch"])
 
 
 def test_slurms_script_gives_srun_the_values_as_they_are(python: str, tmp_path: Path) -> None:
+    """Also those of a spare node, with which the job goes on when one of the others is gone."""
     evil, login = tmp_path / "evil", "$oauthtoken@nvcr.io#acme/tepo:1"
     settings = ["model.path=/a model", f"cluster.container={login}", f"rollout.server.interface=ib0; touch {evil}"]
-    settings = [*RUN, *settings, "cluster.mounts=['/my data:/data:ro']"]
+    settings = [*RUN, *settings, "cluster.mounts=['/my data:/data:ro']", "cluster.train_nodes=2", "engine.parallel.dp=2"]
+    settings += ["cluster.spare_nodes=1", "train.max_restarts=1"]
     done = bash('"$@"', python, "-c", SCRIPT, *settings, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+    assert {"#SBATCH --nodes=4", "#SBATCH --no-kill"} <= set(done.stdout.splitlines())
     for name, text in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "echo n1"), ("ip", ""), ("ps", "exit 1"), ("sleep", "")):
         write_script(tmp_path / name, text)
     shown = bash(done.stdout, folder=str(tmp_path), SLURM_JOB_ID="7").stdout.splitlines()
     mounts = "/a model:/a model,/shared/out:/shared/out,/my data:/data:ro,"
     assert shown.count("--container-image") == 2
+    assert {"--nodes=3", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(shown)
     for option, value in pairwise(shown):
         assert option != "--container-image" or value == login
         assert option != "--container-mounts" or value.startswith(mounts)
     assert not evil.exists()
 
 
-def test_ctrl_c_lets_a_job_of_this_machine_save(python: str, tmp_path: Path) -> None:
-    out, tepo = tmp_path / "out", str(Path(python).parent / "tepo")
-    words = ("--executor", "local", str(ROOT / "examples" / "tiny" / "run.yaml"), f"output={out}", *TINY, "train.steps=1000")
+def test_ctrl_c_lets_a_job_of_this_machine_save(tepo: str, tmp_path: Path) -> None:
+    """A trainer alone, on recorded rollouts. Servers wait until it has saved: tests/unit/launch/test_launch.py."""
+    out, rollouts = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 200)
+    settings = (*TINY, "cluster.rollout_nodes=0", f"rollout.replay={rollouts}", "train.steps=200")
     environment = {**os.environ, "NEMORUN_HOME": str(tmp_path / "nemo")}
-    process = subprocess.Popen([tepo, "launch", *words], env=environment, stdout=subprocess.DEVNULL)
-    metrics = out / "metrics.jsonl"
+    words = (tepo, "launch", "--executor", "local", str(EXAMPLE), f"output={out}", *settings)
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     try:
-        assert eventually(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2))
+        assert eventually(lambda: process.poll() is not None or last_step(out) > 1)
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == PREEMPTED
     finally:
@@ -140,21 +152,20 @@ def this_machine_as_image() -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["local", "docker"])
-def test_a_trainer_and_its_servers_run_on_this_machine(python: str, name: str, tmp_path: Path) -> None:
+def test_a_trainer_and_its_servers_run_on_this_machine(tepo: str, name: str, tmp_path: Path) -> None:
+    """Weights travel as full tensors; on a cluster (tests/slurm) from shard to shard."""
     out, image = tmp_path / "out", this_machine_as_image() if name == "docker" else []
-    tepo, environment = str(Path(python).parent / "tepo"), {**os.environ, "NEMORUN_HOME": str(tmp_path / "nemo")}
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [tepo, "launch", *words], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        environment = {**os.environ, "NEMORUN_HOME": str(tmp_path / "nemo")}
+        done = subprocess.run([tepo, "launch", *words], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
-    launch = ("--executor", name, str(ROOT / "examples" / "tiny" / "run.yaml"), f"output={out}", *TINY, *image)
-    assert "step 2/2" in run(*launch)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["weights_version/max"] for row in rows[1:]] == [0, 1]
+    assert "step 2/2" in run("--executor", name, str(EXAMPLE), f"output={out}", *TINY, *image)
+    trained = rows(out)[1:]
+    assert [row["weights_version/max"] for row in trained] == [0, 1]
+    assert max(abs(row["mismatch/kl"]) for row in trained) < 1e-6
     job = json.loads((out / "launch" / "job.json").read_text())["job"]
     for role in ("train", "serve"):
         assert (out / "logs" / f"{role}-{job}.0-node0.log").exists()
