@@ -37,18 +37,20 @@ def run(installed: Path, *arguments: object) -> str:
     return run_python(*arguments, cwd=installed.parent, environment={"PYTHONPATH": str(installed)}).stdout
 
 
-def test_the_package_is_the_installed_one_and_its_command_runs(installed: Path) -> None:
-    assert str(installed) in run(installed, "-c", "import tepo_megatron; print(tepo_megatron.__file__)")
+SCRIPT = """
+from transformers import AutoModelForCausalLM
+import tepo_megatron
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+
+folder = resolve_model_path("builtin:tiny")
+print(tepo_megatron.__file__, folder, AutoModelForCausalLM.from_pretrained(folder).num_parameters())
+"""
+
+
+def test_the_installed_package_runs_its_command_and_loads_the_warm_start(installed: Path) -> None:
     assert "minibatches: 4" in run(installed, "-m", "tepo_megatron", "config", "show", CHECKOUT / "examples/tiny/run.yaml")
-
-
-def test_the_warm_start_ships_and_loads(installed: Path) -> None:
-    script = (
-        "from tepo_megatron.tasks.data.builtin import resolve_model_path; from transformers import AutoModelForCausalLM;"
-        "folder = resolve_model_path('builtin:tiny'); print(folder);"
-        "print(sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()))"
-    )
-    folder, parameters = run(installed, "-c", script).split()[-2:]
+    package, folder, parameters = run(installed, "-c", SCRIPT).split()[-3:]
+    assert package.startswith(str(installed))
     assert folder.startswith(str(installed))
     assert int(parameters) == 607_360
 
