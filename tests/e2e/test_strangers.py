@@ -1,5 +1,5 @@
-"""Another user of the machine tries the ports and files of a run with two ranks and a real vLLM server of two workers, and of
-``tepo serve`` before a trainer uses it.
+"""Another user of the machine tries the ports and files of a run with two ranks and a real vLLM server of two workers, which
+Ctrl-C ends, and of ``tepo serve`` before a trainer uses it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
 from tepo_megatron.tools.faults.strangers import content, plain_files
 from tests.support import stranger
 from tests.support.processes import assert_none_names, eventually, family, listeners, unix_sockets
-from tests.support.programs import FEW_BLOCKS, RUN, TIMEOUT_S, last_step, wait_for_rows
-
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+from tests.support.programs import FEW_BLOCKS, RUN, TIMEOUT_S, last_step, rows, wait_for_rows
 
 SMALL = [
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
@@ -75,12 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         environment, arguments = server.environ(), server.cmdline()
         url = f"http://{arguments[arguments.index('--host') + 1]}:{arguments[arguments.index('--port') + 1]}"
         rank = next(each for each in family(process.pid) if "RANK" in each.environ())
-        found = Run(process, out, server, environment["VLLM_API_KEY"], url, Path(rank.environ()[FOLDER_VARIABLE]))
-        yield found
-        process.send_signal(signal.SIGINT)
-        assert process.wait(TIMEOUT_S) == 130
-        assert found.key not in (out.parent / "printed").read_text()
-        assert not found.private.exists()
+        yield Run(process, out, server, environment["VLLM_API_KEY"], url, Path(rank.environ()[FOLDER_VARIABLE]))
     finally:
         process.kill()
         assert_none_names(out)
@@ -196,3 +189,19 @@ def test_the_key_is_in_no_file_and_on_no_command_line(run: Run) -> None:
     assert len(lines) > 5
     assert not any(key in line for line in lines)
     assert stranger.ask(stranger.read_files, *(f"/proc/{process.pid}/environ" for process in family(run.process.pid))) == []
+
+
+def test_ctrl_c_saves_the_run_and_ends_everything(run: Run) -> None:
+    """The last test here: the run is over."""
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.process.wait(TIMEOUT_S) == 130
+    assert_none_names(run.out)
+    assert not run.private.exists()
+    printed = (run.out.parent / "printed").read_text()
+    assert run.key not in printed
+    assert "Traceback" not in printed
+    (said,) = re.findall(r"Ctrl-C: saved step_(\d{6}); continue with the same command and --resume", printed)
+    assert (run.out / "checkpoints" / f"step_{said}" / "state.json").exists()
+    trained = rows(run.out)[1:]
+    assert trained[-1]["step"] in (int(said), int(said) - 1)  # the row of a step that was cut short waits in the checkpoint
+    assert max(abs(row["mismatch/kl"]) for row in trained) < 1e-6

@@ -25,12 +25,9 @@ MODEL = resolve_model_path("builtin:tiny")
 TOKENIZER = load_tokenizer(MODEL)
 PROMPTS = [tuple(TOKENIZER.prompt_ids(problem.prompt)) for problem in load_problems("builtin:addition-heldout")[:8]]
 TEMPERATURE = 0.8
-KINDS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "adapter": {"lora": {"rank": 4, "alpha": 8, "serve": "adapter"}},
-    "merged-bf16": {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}},
-}
-"""``model`` of a run; with ``adapter`` the server gets LoRA adapters alone."""
+ADAPTERS: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "serve": "adapter"}}
+MERGED: dict[str, Any] = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}}
+"""``model`` of a run; with ``ADAPTERS`` the server gets these alone. Weights in fp32: test_training_run.py."""
 
 
 def sample(fleet: Fleet, seed: int) -> list[Rollout]:
@@ -59,21 +56,21 @@ def ask_with_a_permuted_tensor(engine: Any, fleet: Fleet | None) -> float | str:
     return said
 
 
-def sync(rank: int, _world: int, out: Path, kind: str) -> dict[str, Any]:
+def sync(rank: int, _world: int, out: Path, model: dict[str, Any]) -> dict[str, Any]:
     """By sync the server's greedy tokens, the largest difference between the log-probs that it sampled with and the trainer's
     for the same tokens, and the canary's; ``out/model-N`` has the weights of sync N.
     """
     document: dict[str, Any] = {
-        "model": KINDS[kind],
+        "model": model,
         "engine": {"parallel": {"tp": 2, "sequence_parallel": True}},
         # Far larger than in a real run, so that stale weights could not pass for new ones.
-        "optimizer": {"lr": 3e-3 if kind == "full" else 3e-2},
+        "optimizer": {"lr": 3e-2},
         "rollout": {"sampling": {"temperature": TEMPERATURE}, "server": {"extra_args": (FEW_BLOCKS,)}},
     }
     engine = make_engine(document)
     config = engine.config
     fleet: Fleet | None = None
-    report: dict[str, Any] = {"syncs": [], "urls": [], "kind": kind}
+    report: dict[str, Any] = {"syncs": [], "urls": []}
     if rank == 0:
         options: Any = {"dtype": config.model.dtype, "stop_token_ids": TOKENIZER.eos_ids, "adapter_rank": config.adapter_rank}
         fleet = Fleet(config.rollout.server, model_dir=MODEL, log_dir=out, trained=True, **options)
@@ -111,11 +108,11 @@ def sync(rank: int, _world: int, out: Path, kind: str) -> dict[str, Any]:
 World = tuple[Path, dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["full", "adapter"])
-def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> World:
-    """With ``adapter`` the server keeps its weights; the rest must be as if it got weights."""
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The server keeps its weights and gets adapters; the rest must be as if it got weights."""
     out = tmp_path_factory.mktemp("sync")
-    return out, run_dist(2, sync, out, request.param)[0]
+    return out, run_dist(2, sync, out, ADAPTERS)[0]
 
 
 def test_greedy_tokens_are_those_of_transformers_on_the_exported_weights(world: World) -> None:
@@ -129,26 +126,16 @@ def test_greedy_tokens_are_those_of_transformers_on_the_exported_weights(world: 
                 logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
             assert logits.argmax(-1).tolist() == response
             assert response[-1] in TOKENIZER.eos_ids or len(response) == 24
-
-
-def test_each_sync_changed_what_the_server_says(world: World) -> None:
-    """Without this the canary could not fail."""
-    syncs = world[1]["syncs"]
-    assert syncs[0]["greedy"] != syncs[1]["greedy"] != syncs[2]["greedy"]
-    assert [seen["step"] for seen in syncs] == [0, 1, 2]
+    first, second, third = (seen["greedy"] for seen in report["syncs"])
+    assert first != second != third, "without a change the canary could not fail"
 
 
 def test_logprobs_of_server_and_trainer_agree_on_real_rollouts_and_on_the_canarys_prompt(world: World) -> None:
     for seen in world[1]["syncs"]:
+        assert list(seen["read back"].values()) == [([], 0.0)]  # adapters are not compared
         assert seen["logprob_gap"] < 3e-4  # the largest of all tokens, in fp32: 1.01e-4 was seen on an AMD EPYC
         assert seen["mismatch_kl"] < 1e-6
         assert seen["canary"] < 1e-4
-
-
-def test_the_server_computes_with_what_the_trainer_sent_bit_by_bit(world: World) -> None:
-    full = world[1]["kind"] == "full"
-    for seen in world[1]["syncs"]:
-        assert list(seen["read back"].values()) == [([], 1.0 if full else 0.0)]  # adapters are not compared
 
 
 def test_nothing_is_computed_before_the_first_sync(world: World) -> None:
@@ -158,10 +145,12 @@ def test_nothing_is_computed_before_the_first_sync(world: World) -> None:
 
 def test_merged_adapters_in_bfloat16_are_what_the_server_computes_with(tmp_path: Path) -> None:
     """Both sides have the same rounded weights, and differ by the rounding of activations alone: docs/reference/numerics.md."""
-    report = run_dist(2, sync, tmp_path, "merged-bf16")[0]
+    report = run_dist(2, sync, tmp_path, MERGED)[0]
     assert len({str(seen["greedy"]) for seen in report["syncs"]}) == 3
-    assert all(seen["canary"] < 0.25 for seen in report["syncs"])  # of the tolerance, 0.5
-    assert all(seen["mismatch_kl"] < 1e-2 for seen in report["syncs"])
+    for seen in report["syncs"]:
+        assert list(seen["read back"].values()) == [([], 1.0)], "all weights there are those that the trainer sent, bit by bit"
+        assert seen["canary"] < 0.25  # of the tolerance, 0.5
+        assert seen["mismatch_kl"] < 1e-2
     assert isinstance(report["stale"], str)
 
 
@@ -174,9 +163,10 @@ def test_the_canary_stops_at_old_weights_and_at_permuted_ones(world: World, faul
     assert "the trainer -" in said
 
 
-def test_responses_carry_the_digest_of_the_weights_that_gave_them(world: World) -> None:
+def test_responses_carry_the_step_and_digest_of_the_weights_that_gave_them(world: World) -> None:
     """A trainer at TP2 says the same as the file that it exports, whole tensors."""
-    digests = [seen["digest"] for seen in world[1]["syncs"]]
-    assert len(set(digests)) == 3
-    for number, digest in enumerate(digests):
-        assert digest == whole_digest(load_file(world[0] / f"model-{number}" / "model.safetensors"))
+    out, report = world
+    assert [seen["step"] for seen in report["syncs"]] == [0, 1, 2]
+    assert len({seen["digest"] for seen in report["syncs"]}) == 3
+    for number, seen in enumerate(report["syncs"]):
+        assert seen["digest"] == whole_digest(load_file(out / f"model-{number}" / "model.safetensors"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,19 +18,7 @@ from tepo_megatron.run.output.resume import MADE_BY_A_RUN
 from tepo_megatron.sampler.rollout_file import Record
 from tests.support.launch import run_world
 from tests.support.processes import assert_none_names
-from tests.support.programs import (
-    FEW_BLOCKS,
-    RUN,
-    TIMEOUT_S,
-    rows,
-    run_program,
-    run_python,
-    same_bytes,
-    start,
-    train,
-    wait_for_rows,
-    without_times,
-)
+from tests.support.programs import FEW_BLOCKS, RUN, rows, run_program, run_python, same_bytes, without_times
 
 STEPS, HALF = 6, 3
 SMALL = [
@@ -62,16 +48,12 @@ CANARY = "canary/max_logprob_gap"
 CACHE_CANARY = "canary/cache_gap"
 
 
-TORCHRUN = ("-m", "tepo_megatron.runtime.torchrun", "--nproc-per-node", "2")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("run") / "out"
-    printed = train(
-        f"output={folder}", *SMALL, "rollout.record=true", f"train.save_every={HALF}", "log.train_samples=2", *TOKENS
-    )
-    (folder.parent / "printed.txt").write_text(printed)
+    settings = (*SMALL, "rollout.record=true", f"train.save_every={HALF}", "log.train_samples=2", *TOKENS)
+    done = run_python("-m", "tepo_megatron", "train", RUN, f"output={folder}", *settings)
+    (folder.parent / "printed.txt").write_text(done.stdout)
     yield folder
     assert_none_names(folder)
 
@@ -122,6 +104,7 @@ def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
     assert max(abs(row["mismatch/kl"]) for row in rows(trained)[1:]) < 1e-6
     assert max(row[CANARY] for row in rows(trained)) < 1e-4
     assert [row["canary/drift"] for row in rows(trained)[:1]] == [1.0]
+    assert {row["canary/read_back"] for row in rows(trained)} == {1.0}, "all weights there are the trainer's, bit by bit"
     assert max(row[CACHE_CANARY] for row in rows(trained)) < 1e-4
     assert max(row["canary/rollouts_max_gap"] for row in rows(trained)[1:]) < 1e-4
 
@@ -169,7 +152,7 @@ def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -
 
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:
     """Metrics and weights are those of the first run, which recorded values of tokens. The replay had written a checkpoint, and
-    not yet the row of that step, which the checkpoint has too; it is resumed under torchrun by hand.
+    not yet the row of that step, which the checkpoint has too.
     """
     replay = f"rollout.replay={trained / 'rollouts'}"
     out = tmp_path / "resumed"
@@ -178,7 +161,7 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_res
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
-    train(*settings, "train.resume=true", *tokens, runner=TORCHRUN)
+    run_world("train", 2, RUN, *settings, "train.resume=true", *tokens)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
     gaps = {f"canary/{name}" for name in ("mean_logprob_gap", "p90_logprob_gap", "drift", "read_back")}
     asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY} | gaps  # what only servers can answer
@@ -221,26 +204,3 @@ def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: 
     assert max(each["tokens"] for each in sampled) == 12, "the set's own length cuts responses that the run's would not"
     assert found["eval/sums/truncated"] == sum(each["finish_reason"] == "length" for each in sampled) / 64
     assert found["eval/sums/maj@4"] <= found["eval/sums/pass@4"]
-
-
-def test_interrupting_ends_everything(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    plain_way = "rollout.server.transfer=gather"  # the other runs here take the way from shard to shard
-    process = start(f"output={out}", *SMALL, "train.steps=1000", "log.progress=plain", "evaluate.every=0", plain_way)
-    try:
-        wait_for_rows(process, out, 3)
-        _, refused = start(f"output={out}", *SMALL, "train.resume=true").communicate(timeout=TIMEOUT_S)
-        assert f"error: output {out} is in use by process " in refused
-        os.killpg(process.pid, signal.SIGINT)
-        printed, err = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 130
-        assert "Traceback" not in err
-    finally:
-        process.kill()
-    assert_none_names(out)
-    (said,) = re.findall(r"Ctrl-C: saved step_(\d{6}); continue with the same command and --resume", printed)
-    saved = int(said)
-    assert rows(out)[-1]["step"] in (saved, saved - 1)  # the row of a step that was cut short waits in the checkpoint
-    assert (out / "checkpoints" / f"step_{saved:06d}" / "state.json").exists()
-    assert all(set(row) >= KEYS for row in rows(out)[1:])
-    assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6

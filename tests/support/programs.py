@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,9 @@ RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 MEASURED_IN_SECONDS = ("time/", "lost/", "idle/", "tokens/s")
 
 
-def start(*arguments: str, runner: Sequence[str] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, *runner, "-m", "tepo_megatron", "train", str(RUN), *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def train(*arguments: str, runner: Sequence[str] = ()) -> str:
-    return run_python(*runner, "-m", "tepo_megatron", "train", RUN, *arguments).stdout
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tepo_megatron", "train", str(RUN), *arguments]
+    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
