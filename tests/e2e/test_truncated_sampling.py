@@ -15,6 +15,7 @@ from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.engines import MeanSurprise, make_engine
 from tests.support.launch import run_dist
 from tests.support.random_models import rollouts_of
@@ -109,15 +110,12 @@ def test_loss_and_gradient_are_those_of_the_truncated_distribution(drawn: Drawn,
     entropies, total, count = [], torch.zeros((), dtype=torch.float64), 0
     for rollout in rollouts_of(drawn["top_k and top_p"], PROMPTS):
         ids = [*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()]
-        logits = model(torch.tensor([ids])).logits[0, rollout.prompt_ids.size - 1 : -1] / TEMPERATURE
+        logits, labels = model(torch.tensor([ids])).logits[0, rollout.prompt_ids.size - 1 : -1], rollout.response_ids.tolist()
         assert rollout.sampling_mask is not None
-        allowed = torch.zeros_like(logits, dtype=torch.bool)
-        for row, label, others in zip(allowed, rollout.response_ids.tolist(), rollout.sampling_mask.padded(), strict=True):
-            row[[label, *(int(token) for token in others if token >= 0)]] = True
-        logprobs = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
-        total = total - logprobs[torch.arange(len(logits)), torch.tensor(rollout.response_ids.tolist())].sum()
-        entropies.append(-(logprobs.exp() * logprobs.masked_fill(~allowed, 0.0)).sum(-1).detach())
-        count += len(logits)
+        kept = torch.tensor(rollout.sampling_mask.padded())
+        scores = dense_logprob_and_entropy(logits, torch.tensor(labels), temperature=TEMPERATURE, kept_TK=kept)
+        total, count = total - scores.logprob.sum(), count + len(labels)
+        entropies.append(scores.entropy.detach())
     (total / count).backward()
     norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm().item()
     for report in scored.values():
