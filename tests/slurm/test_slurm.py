@@ -14,11 +14,10 @@ import pytest
 
 from tepo_megatron.tools.faults.workshop import make_rollouts
 from tests.support.killing_callback import killing
-from tests.support.programs import FEW_BLOCKS, TIMEOUT_S
+from tests.support.programs import FEW_BLOCKS, RUN, TIMEOUT_S, rows
 
 pytestmark = pytest.mark.slurm
 
-RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 STEPS = 2
 SMALL = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.every=0"),
@@ -64,8 +63,7 @@ def evidence(out: Path) -> str:
 
 
 def steps(out: Path) -> list[int]:
-    path = out / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in rows(out)] if (out / "metrics.jsonl").exists() else []
 
 
 def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo: str, tmp_path: Path) -> None:
@@ -75,16 +73,14 @@ def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo
     assert shown(cluster, job, "JobState") == "COMPLETED", evidence(out)
     assert shown(cluster, job, "ExitCode") == "0:0"
     status = (tepo, "launch", "status", str(out / "resolved.yaml"))
-    assert (
-        cluster.repeat(*status, until=lambda done: "UNKNOWN" not in done.stdout and done.stdout != "")
-        == f"job {job}: COMPLETED\n"
-    )
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    said = cluster.repeat(*status, until=lambda done: "UNKNOWN" not in done.stdout and done.stdout != "")
+    assert said == f"job {job}: COMPLETED\n"
+    assert steps(out) == list(range(STEPS + 1))
+    trained = rows(out)[1:]
     # The servers sampled with the weights of the step before: had a sync not arrived, log-probs would differ by 1e-3 and more.
-    assert [row["weights_version/max"] for row in rows[1:]] == list(range(STEPS))
-    assert max(abs(row["mismatch/kl"]) for row in rows[1:]) < 1e-6
-    assert max(abs(row["grad_norm"]) for row in rows[1:]) > 0
+    assert [row["weights_version/max"] for row in trained] == list(range(STEPS))
+    assert max(abs(row["mismatch/kl"]) for row in trained) < 1e-6
+    assert max(abs(row["grad_norm"]) for row in trained) > 0
 
     logs = out / "logs"
     for name in (f"slurm-{job}.out", f"train-{job}.0-node0.log", f"serve-{job}.0-node0.log", "server-0.log"):
@@ -149,7 +145,7 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
     assert shown(cluster, job, "JobState") == "COMPLETED", evidence(out)
     assert shown(cluster, job, "ExitCode") == "0:0"
     assert steps(out) == list(range(reached + 3))
-    assert all("reward/mean" in json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[1:])
+    assert all("reward/mean" in row for row in rows(out)[1:])
     assert f"resumed from {out}/checkpoints/step_{reached:06d}" in (out / "logs" / f"train-{job}.0-node0.log").read_text()
 
 
