@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 Check = Callable[..., None]
 
 
-def naming_members(check: Check, name: str, raises: type[AssertionError] = AssertionError) -> Check:
-    """The check, which raises ``raises`` with a sentence that begins with a member, whatever a member raises.
+def naming_members(check: Check, name: str) -> Check:
+    """The check, which raises AssertionError with a sentence that begins with a member, whatever a member raises.
 
     ``name`` is the member that the check is about. It is at fault for what goes wrong in the check itself, as with a value of
     another type.
@@ -25,7 +26,7 @@ def naming_members(check: Check, name: str, raises: type[AssertionError] = Asser
             member = _failed_member(error)
             if isinstance(error, AssertionError) and member is None:
                 raise
-            raise raises(f"{member or name} raised {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{member or name} raised {type(error).__name__}: {error}") from error
 
     return run
 
@@ -41,6 +42,35 @@ def refused(
             raise AssertionError(f"{member}: an error that does not name {naming}: {error}") from error
     else:
         raise AssertionError(f"{member}: no error where the protocol has one")
+
+
+def members_of(protocol: type) -> dict[str, Any]:
+    entered = ("__enter__", "__exit__", "__iter__")
+    return {
+        name: member
+        for base in reversed(protocol.__mro__)
+        for name, member in vars(base).items()
+        if (not name.startswith("_") or name in entered) and (callable(member) or isinstance(member, property))
+    }
+
+
+def have_members(subject: Any, protocol: type, *, defaults: Container[str] = ()) -> None:
+    """Raises AssertionError for a member that is missing, or that cannot be called as the protocol does.
+
+    ``defaults``: members that a subclass of the protocol may inherit.
+    """
+    for name, member in members_of(protocol).items():
+        label = f"{protocol.__name__}.{name}"
+        is_inherited = getattr(type(subject), name, None) is member and name not in defaults
+        exists = name in dir(subject) and not is_inherited
+        assert exists, f"{label} is missing"
+        if isinstance(member, property) or name.startswith("_"):
+            continue
+        own = getattr(subject, name)
+        assert callable(own), f"{label} is missing"
+        expected, actual = list(signature(member).parameters)[1:], signature(own).parameters.values()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in actual)
+        assert takes_any or [parameter.name for parameter in actual] == expected, f"{label} has other parameters"
 
 
 def _failed_member(error: BaseException) -> str | None:

@@ -6,7 +6,6 @@ It serves ``contract_model(0)`` in float32 from a folder that ``write_model`` ma
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,7 +20,7 @@ from torch import Tensor
 from tepo_megatron.core.rollout import TOP_TOKEN, Response, WeightsVersion
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, SampleStream, Scores
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
-from tests.contracts.naming import naming_members, refused
+from tests.contracts.naming import have_members, naming_members, refused
 
 EOS, VOCABULARY, MAX_LENGTH = 2, 64, 256
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1, 5, 6, 7)]
@@ -94,12 +93,15 @@ def oracle_logits(seed: int, ids: Sequence[int]) -> Tensor:
     return logits
 
 
+def text_logprobs(seed: int, ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of every token but the first, in one forward pass."""
+    logprobs = (oracle_logits(seed, ids)[:-1] / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
 def oracle_logprobs(seed: int, prompt: Sequence[int], response: Response, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs of the response's tokens in one forward pass over all of it."""
-    ids = response.response_ids.tolist()
-    logits = oracle_logits(seed, [*prompt, *ids])[len(prompt) - 1 : -1]
-    scores: np.ndarray = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
-    return scores
+    """Log-probs of the response's tokens."""
+    return text_logprobs(seed, [*prompt, *response.response_ids.tolist()], temperature)[len(prompt) - 1 :]
 
 
 def tokens(groups: Sequence[Sequence[Response]]) -> list[list[list[int]]]:
@@ -118,32 +120,8 @@ DEFAULTS = ("generate", "describe", "__enter__", "__exit__")
 
 @check(MEMBERS)
 def members(sampler: Sampler) -> None:
-    have_members(sampler, Sampler)
-    have_members(sampler.sample_stream(Sampling(1.0, 1)), SampleStream)
-
-
-def have_members(subject: Any, *protocols: type) -> None:
-    for protocol in protocols:
-        for name, member in members_of(protocol).items():
-            is_inherited = getattr(type(subject), name, None) is member and name not in DEFAULTS
-            exists = name in dir(subject) and not is_inherited
-            assert exists, f"{protocol.__name__}.{name} is missing"
-            if callable(member) and not name.startswith("_"):
-                expected, actual = (
-                    [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
-                    for function in (member, getattr(subject, name))
-                )
-                assert actual == expected, f"{protocol.__name__}.{name} has other parameters"
-
-
-def members_of(protocol: type) -> dict[str, Any]:
-    entered = ("__enter__", "__exit__", "__iter__")
-    return {
-        name: member
-        for base in reversed(protocol.__mro__)
-        for name, member in vars(base).items()
-        if (not name.startswith("_") or name in entered) and (callable(member) or isinstance(member, property))
-    }
+    have_members(sampler, Sampler, defaults=DEFAULTS)
+    have_members(sampler.sample_stream(Sampling(1.0, 1)), SampleStream, defaults=DEFAULTS)
 
 
 def returned(member: str, value: Any, kind: type) -> None:
@@ -320,7 +298,7 @@ def update(sampler: Sampler) -> None:
         assert response.versions == ((0, versions[1]),), "update_weights_from_tensors: responses carry another version"
         assert_close("update_weights_from_tensors", response.logprobs, oracle_logprobs(3, PROMPTS[0], response))
     for scores in sampler.prompt_logprobs(PROMPTS[2]).values():
-        assert_close("prompt_logprobs", scores, prompt_oracle(3, PROMPTS[2]))
+        assert_close("prompt_logprobs", scores, text_logprobs(3, PROMPTS[2]))
 
 
 def long_responses(sampler: Sampler, seed: int) -> Iterator[tuple[SampleStream, int]]:
@@ -389,19 +367,13 @@ def abort_and_update(sampler: Sampler) -> None:
     continue_parts(sampler, 51, updates=True)
 
 
-def prompt_oracle(seed: int, prompt: Sequence[int]) -> list[float]:
-    logits = oracle_logits(seed, prompt)[:-1].log_softmax(-1)
-    scores: list[float] = logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
-    return scores
-
-
 @check("score: many threads score texts, and each gets its own, with the most likely tokens")
 def _scores_in_threads(sampler: Sampler) -> None:
     send(sampler, 0)
     with ThreadPoolExecutor(4) as threads:
         scored = list(threads.map(sampler.score, PROMPTS * 3, (0, 1, 5) * len(PROMPTS)))
     for prompt, k, (logprobs, top) in zip(PROMPTS * 3, (0, 1, 5) * len(PROMPTS), scored, strict=True):
-        assert_close("score", logprobs, prompt_oracle(0, prompt))
+        assert_close("score", logprobs, text_logprobs(0, prompt))
         if k:
             assert top is not None, "score: the most likely tokens are missing"
             assert (top.shape, top.dtype) == ((len(prompt) - 1, k), TOP_TOKEN), "score: not k tokens at each place"
@@ -417,7 +389,7 @@ def prompt_scores(sampler: Sampler) -> None:
     scores, cached = sampler.prompt_logprobs(PROMPTS[2]), sampler.read_through_cache(PROMPTS[2], 6)
     assert set(scores) == set(cached) == set(sampler.addresses), "prompt_logprobs: not one result for each address"
     for url in scores:
-        assert_close("prompt_logprobs", scores[url], prompt_oracle(0, PROMPTS[2]))
+        assert_close("prompt_logprobs", scores[url], text_logprobs(0, PROMPTS[2]))
         reading = cached[url]
         assert 0 < len(reading.logprobs) <= 6, "read_through_cache: no tokens, or too many"
         assert_close("read_through_cache", reading.logprobs, reading.logprobs_without)

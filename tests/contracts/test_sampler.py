@@ -17,6 +17,7 @@ from tepo_megatron.sampler.protocol import KeyedResponse, Sampler, SampleStream,
 from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tests.contracts import sampler_contract
+from tests.contracts.naming import members_of
 from tests.contracts.sampler_contract import (
     CALLS,
     CHECKS,
@@ -26,7 +27,6 @@ from tests.contracts.sampler_contract import (
     MEMBERS,
     STOP,
     contract_failures,
-    members_of,
     write_model,
 )
 from tests.support.programs import FEW_BLOCKS
