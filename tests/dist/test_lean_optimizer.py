@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tests.support.engines import make_engine, save_checkpoint, states_of
-from tests.support.launch import run_dist
+from tests.support.engines import Split, Worlds, make_engine, save_checkpoint, states_of
 from tests.support.random_models import draw_rollouts
 
 HALF_RANGE = torch.finfo(torch.float16).max / 2
@@ -82,15 +82,11 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            copied: list[tuple[Tensor, Tensor, Tensor]] = []
+            assert len(group["params"]) == 1 or sum(param.numel() for param in group["params"]) <= PART_ELEMENTS
             for param in group["params"]:
-                remainders = self.store_param_remainders and param.dtype == torch.bfloat16
                 if not self.state[param]:
-                    self.initialize_state(param, remainders)
-                copied.append((param, *(self.get_unscaled_state(param, name).clone() for name in ("exp_avg", "exp_avg_sq"))))
-            assert len(copied) == 1 or sum(param.numel() for param, *_ in copied) <= PART_ELEMENTS
-            for param, mean, square in copied:
-                self._one(group, param, mean, square)
+                    self.initialize_state(param, self.store_param_remainders and param.dtype == torch.bfloat16)
+                self._one(group, param, *(self.get_unscaled_state(param, name).clone() for name in ("exp_avg", "exp_avg_sq")))
 
     def _one(self, group: dict[str, Any], param: Tensor, mean: Tensor, square: Tensor) -> None:
         low = self.state[param]["master_param"]
@@ -143,17 +139,37 @@ def instead_of_transformer_engine() -> Iterator[None]:
         yield
 
 
-UPDATES, LR = 2, 1e-3
-Outcome = dict[str, Any]
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "half": {"offload_fraction": 0.5},
+    "whole": {"offload_fraction": 1.0},
+    "remainders": {"store_param_remainders": True},
+    "reduced": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True},
+    "scaled": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
+}
+SPLITS: dict[int, dict[str, Any]] = {1: {}, 2: {"dp": 2}, 4: {"tp": 2, "dp": 2, "sp": True}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Split):
+    kind: str = "plain"
+
+
+def case(kind: str, origin: str = "", *, world: int = 2) -> Case:
+    """``origin``: the optimizer, on two ranks, whose checkpoint it continues."""
+    return Case(**SPLITS[world], kind=kind, resumes=case(origin) if origin else None)
+
+
+ON_THE_HOST = [("plain", ""), ("half", ""), ("half", "half"), ("plain", "half")]
+OF_TWO_RANKS = [
+    *((kind, "") for kind in OPTIMIZERS),
+    *[("half", "half"), ("plain", "half"), ("half", "plain")],
+    *[("remainders", "plain"), ("plain", "remainders"), ("reduced", "reduced"), ("plain", "reduced"), ("scaled", "scaled")],
+]
+CASES = [case(*kinds) for kinds in OF_TWO_RANKS] + [case(*kinds, world=world) for world in (1, 4) for kinds in ON_THE_HOST]
+Outcome = dict[str, dict[str, Tensor]]
 """By parameter and kind, what this rank holds: ``first`` after the first update, or just after a checkpoint of it was read;
 ``states`` after the second. ``weights``: those of the model."""
-
-SPLITS = {1: {}, 2: {"dp": 2}, 4: {"tp": 2, "dp": 2, "sequence_parallel": True}}
-WHOLE: dict[str, Any] = {"offload_fraction": 1.0}
-HALF: dict[str, Any] = {"offload_fraction": 0.5}
-REMAINDERS: dict[str, Any] = {"store_param_remainders": True}
-REDUCED: dict[str, Any] = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}
-SCALED: dict[str, Any] = {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"}
 
 
 def update(engine: Any, step: int) -> None:
@@ -161,109 +177,92 @@ def update(engine: Any, step: int) -> None:
     assert not engine.update(engine.score(batch)).skipped
 
 
-def train(case: dict[str, Any], folder: Path) -> Outcome:
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def train(split: Case, folder: Path) -> Outcome:
     """Two updates of a fresh engine, with a checkpoint between them; or the second, from such a checkpoint."""
-    config = RunConfig.model_validate(case["config"])
-    with instead_of_transformer_engine() if config.optimizer.precision_aware else contextlib.nullcontext():
-        engine = make_engine(config)
-
-        def states() -> dict[str, Tensor]:
-            return {name: value.clone() for name, value in states_of(engine).items()}
-
-        if case["resume"]:
-            assert engine.checkpoints.load(folder / case["resume"] / "step_000001")["step"] == 1
-        else:
-            update(engine, 0)
-            save_checkpoint(engine, folder / case["name"], step=1, state={})
-        first = states()
-        update(engine, 1)
-        weights = {name: param.detach().clone() for name, param in engine.policy.params.items()}
-        return {"first": first, "states": states(), "weights": weights}
-
-
-def all_of(rank: int, world: int, cases: list[dict[str, Any]], folder: Path) -> list[Outcome]:
-    return [train(case, folder) for case in cases]
-
-
-def case(name: str, world: int, resume: str | None = None, **optimizer: Any) -> dict[str, Any]:
     config = {
         "model": {"dtype": "bfloat16"},
-        "engine": {"parallel": SPLITS[world]},
-        "optimizer": {"lr": LR, "weight_decay": 0.1, "distributed": True, **optimizer},
+        "engine": {"parallel": split.parallel},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "distributed": True, **OPTIMIZERS[split.kind]},
         "rollout": {"replay": "recorded"},
-        "train": {"steps": UPDATES, "minibatches": 1},
+        "train": {"steps": 2, "minibatches": 1},
     }
-    return {"name": f"{name}-{world}", "config": config, "resume": resume}
+    run = RunConfig.model_validate(config)
+    with instead_of_transformer_engine() if run.optimizer.precision_aware else contextlib.nullcontext():
+        engine = make_engine(run)
+        if split.resumes:
+            assert engine.checkpoints.load(folder / split.resumes.name / "step_000001")["step"] == 1
+        else:
+            update(engine, 0)
+            save_checkpoint(engine, folder / split.name, step=1, state={})
+        first = copied(states_of(engine))
+        update(engine, 1)
+        return {"first": first, "states": copied(states_of(engine)), "weights": copied(engine.policy.params)}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Within a part of the largest value of each tensor."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= tolerance * value.abs().max(), name
+def assert_same(ours: Outcome, theirs: Outcome, *names: str, within: float = 0.0) -> None:
+    """Bit for bit, or within a part of the largest value of each tensor."""
+    for name in names:
+        assert ours[name].keys() == theirs[name].keys()
+        for key, value in theirs[name].items():
+            error = (ours[name][key] - value).abs().max()
+            assert torch.equal(ours[name][key], value) or (within and error <= within * value.abs().max()), key
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lean")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds[Case]:
+    return Worlds(tmp_path_factory.mktemp("lean"), CASES, train)
 
 
-@pytest.mark.parametrize("world", [2, 1, 4])
-def test_states_on_the_host_are_those_of_adam_on_the_device(world: int, folder: Path) -> None:
+def by_rank(worlds: Worlds[Case], *cases: Case) -> Iterator[tuple[Any, ...]]:
+    return zip(*map(worlds.ranks, cases), strict=True)
+
+
+@pytest.mark.parametrize("world", SPLITS)
+def test_states_on_the_host_are_those_of_adam_on_the_device(worlds: Worlds[Case], world: int) -> None:
     """Both compute AdamW in fp32, in another order: an update from the same states gives the same masters and moments to 2e-6
     of each tensor's largest. A checkpoint of either is read by the other bit for bit, also in another world.
     """
-    cases = [
-        case("plain", world),
-        case("half", world, **HALF),
-        case("half-from-half", world, "half-2", **HALF),
-        case("plain-from-half", world, "half-2"),
-        *([case("whole", world, **WHOLE), case("half-from-plain", world, "plain-2", **HALF)] if world == 2 else []),
-    ]
-    for rank in run_dist(world, all_of, cases, folder):
-        plain, half, half_from_half, plain_from_half, *of_two = rank
-        assert_close(half["first"], plain["first"], 2e-6)
-        assert_equal(half_from_half["first"], plain_from_half["first"])
-        assert_close(half_from_half["states"], plain_from_half["states"], 2e-6)
-        for whole, half_from_plain in zip(of_two[::2], of_two[1::2], strict=True):
-            assert_close(whole["first"], plain["first"], 2e-6)
-            assert_equal(half_from_half["first"], half["first"])
-            assert_equal(half_from_half["weights"], half["weights"])
-            assert_equal(half_from_plain["first"], plain["first"])
-            assert_close(half_from_plain["states"], plain["states"], 2e-6)
+    cases = [case(*kinds, world=world) for kinds in ON_THE_HOST]
+    for plain, half, half_from_half, plain_from_half in by_rank(worlds, *cases):
+        assert_same(half, plain, "first", within=2e-6)
+        assert_same(half_from_half, plain_from_half, "first")
+        assert_same(half_from_half, plain_from_half, "states", within=2e-6)
+        if world == 2:
+            assert_same(half_from_half, half, "first", "weights")
 
 
-def test_states_in_fewer_bits_round_and_nothing_else(folder: Path) -> None:
-    """With a stand-in for Transformer Engine's Adam. 16 bits beside each bfloat16 weight are the same fp32 master, bit for bit;
-    moments in 16 bits change an update by no more than they round.
-    """
-    cases = [
-        case("plain", 2),
-        case("remainders", 2, **REMAINDERS),
-        case("reduced", 2, **REDUCED),
-        case("scaled", 2, **SCALED),
-        case("remainders-from-plain", 2, "plain-2", **REMAINDERS),
-        case("plain-from-remainders", 2, "remainders-2"),
-        case("reduced-from-reduced", 2, "reduced-2", **REDUCED),
-        case("scaled-from-scaled", 2, "scaled-2", **SCALED),
-        case("plain-from-reduced", 2, "reduced-2"),
-    ]
-    for rank in run_dist(2, all_of, cases, folder):
-        plain, remainders, reduced, scaled, from_plain, from_remainders, from_reduced, from_scaled, plain_from_reduced = rank
-        for same in (remainders, from_plain, from_remainders):
-            assert_close(same["states"], plain["states"], 1e-7)
-            assert_equal(same["weights"], plain["weights"])
-        assert_equal(from_reduced["first"], reduced["first"])
-        assert_equal(from_reduced["states"], reduced["states"])
-        assert_close(from_scaled["first"], scaled["first"], 3e-7)  # a scale of its own, for the same 16 bits
-        for rounded, bits in ((reduced, 8), (scaled, 11)):
-            for name, value in plain["first"].items():
-                part = 0.0 if name.endswith("master") else 2.0**-bits  # the update was made before anything was rounded
-                assert (rounded["first"][name] - value).abs().max() <= part * value.abs().max(), name
-        assert_equal(from_reduced["weights"], plain_from_reduced["weights"])
+def test_all_states_may_be_on_the_host_and_those_of_the_device_go_there(worlds: Worlds[Case]) -> None:
+    for plain, whole, half_from_plain in by_rank(worlds, case("plain"), case("whole"), case("half", "plain")):
+        assert_same(whole, plain, "first", within=2e-6)
+        assert_same(half_from_plain, plain, "first")
+        assert_same(half_from_plain, plain, "states", within=2e-6)
+
+
+def test_16_bits_beside_each_weight_are_the_same_master(worlds: Worlds[Case]) -> None:
+    """With a stand-in for Transformer Engine's Adam; bit for bit."""
+    cases = [case("remainders"), case("remainders", "plain"), case("plain", "remainders")]
+    for plain, *others in by_rank(worlds, case("plain"), *cases):
+        for same in others:
+            assert_same(same, plain, "states", within=1e-7)
+            assert_same(same, plain, "weights")
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("reduced", 8), ("scaled", 11)])
+def test_moments_in_16_bits_change_an_update_by_no_more_than_they_round(worlds: Worlds[Case], kind: str, bits: int) -> None:
+    for plain, rounded in by_rank(worlds, case("plain"), case(kind)):
+        for name, value in plain["first"].items():
+            part = 0.0 if name.endswith("master") else 2.0**-bits  # the update was made before anything was rounded
+            assert (rounded["first"][name] - value).abs().max() <= part * value.abs().max(), name
+
+
+def test_moments_in_16_bits_come_back_from_a_checkpoint(worlds: Worlds[Case]) -> None:
+    cases = [case("reduced"), case("reduced", "reduced"), case("plain", "reduced")]
+    for reduced, from_reduced, plain_from_reduced in by_rank(worlds, *cases):
+        assert_same(from_reduced, reduced, "first", "states")
+        assert_same(from_reduced, plain_from_reduced, "weights")
+    for scaled, from_scaled in by_rank(worlds, case("scaled"), case("scaled", "scaled")):
+        assert_same(from_scaled, scaled, "first", within=3e-7)  # a scale of its own, for the same 16 bits
