@@ -83,7 +83,8 @@ def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
     }
 
 
-def padding_work(rank: int, world: int, model: Path, multiples: list[int]) -> list[list[dict[str, Any]]]:
+def padded(rank: int, world: int, model: Path, multiples: list[int]) -> list[list[dict[str, Any]]]:
+    """Without and with rounded inputs, by multiple."""
     engine = build(model, world)
     batch = engine.batch_from_root(draw_rollouts(LENGTHS))
     plain = [run_padded(engine, batch, multiple) for multiple in multiples]
@@ -91,28 +92,34 @@ def padding_work(rank: int, world: int, model: Path, multiples: list[int]) -> li
     return [plain, [run_padded(engine, batch, multiple) for multiple in multiples]]
 
 
-def assert_unseen(found: list[dict[str, Any]], multiples: list[int], *, rounded: bool) -> None:
+@pytest.mark.parametrize(("world", "multiples"), [(1, [1, 16, 32, 128]), (2, [2, 32, 64])])
+def test_padding_is_unseen_also_where_fp8_scales_whole_tensors(world: int, multiples: list[int], model: Path) -> None:
     """Equal to fp32 rounding. Where inputs are rounded to FP8, the last bit of a sum may now and then decide a rounding: then
     on average. Padding with token 0 moves the means by 0.05 and more.
     """
-    reference = found[0]
+    for plain, rounded in run_dist(world, padded, model, multiples):
+        assert (rounded[0]["logprobs"] - plain[0]["logprobs"]).abs().max() > 1e-3, "the emulation rounds nothing"
+        assert_unseen(plain, multiples, mean=1e-6, largest=3e-5, loss=1e-5, gradient=2e-5)
+        assert_unseen(rounded, multiples, mean=1e-3, largest=0.2, loss=1e-2, gradient=2e-2)
+
+
+def assert_unseen(
+    reports: list[dict[str, Any]], multiples: list[int], *, mean: float, largest: float, loss: float, gradient: float
+) -> None:
+    reference = reports[0]
     assert any(size % 16 for size in reference["sizes"])
-    for multiple, padded in zip(multiples, found, strict=True):
-        assert all(size % multiple == 0 for size in padded["sizes"])
-        errors = torch.cat([padded[name] - reference[name] for name in ("logprobs", "entropy")]).abs()
-        assert errors.mean() < (1e-3 if rounded else 1e-6)
-        assert errors.max() < (0.2 if rounded else 3e-5)
-        assert padded["loss"] == pytest.approx(reference["loss"], rel=1e-2 if rounded else 1e-5, abs=1e-6)
-        for name, gradient in reference["gradients"].items():
-            error = (padded["gradients"][name] - gradient).norm()
-            assert error <= (2e-2 if rounded else 2e-5) * gradient.norm(), f"{name}, padded to {multiple}: off by {error:.2e}"
+    for multiple, report in zip(multiples, reports, strict=True):
+        assert all(size % multiple == 0 for size in report["sizes"])
+        errors = torch.cat([report[name] - reference[name] for name in ("logprobs", "entropy")]).abs()
+        assert errors.mean() < mean
+        assert errors.max() < largest
+        assert report["loss"] == pytest.approx(reference["loss"], rel=loss, abs=1e-6)
+        for name, expected in reference["gradients"].items():
+            error = (report["gradients"][name] - expected).norm()
+            assert error <= gradient * expected.norm(), f"{name}, padded to {multiple}: off by {error:.2e}"
 
 
-def both_work(rank: int, world: int, model: Path, folder: Path, multiples: list[int]) -> tuple[Any, Any]:
-    return padding_work(rank, world, model, multiples), upcast_work(world, model, folder)
-
-
-def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
+def scored(rank: int, world: int, model: Path, folder: Path) -> dict[str, Any]:
     """A bfloat16 model with rounded inputs: the logits that its head gives, and the scores that an objective gets."""
     engine = build(model, world, dtype="bfloat16")
     round_inputs(engine, world)
@@ -132,44 +139,17 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
     engine.update(engine.score(batch))
     saved = save_checkpoint(engine, folder, step=1, state={})
     assert engine.checkpoints.load(saved)["step"] == 1
-    (scores, micro) = seen[0]
-    return {
-        "logits": logits[0][:, 0],
-        "labels": micro.labels_T,
-        "mask": micro.loss_mask_T,
-        "logprob": scores.logprob,
-        "entropy": scores.entropy,
-        "norms": {param.dtype for name, param in engine.policy.params.items() if "norm" in name},
-    }
+    ((scores, micro),) = seen
+    norms = {param.dtype for name, param in engine.policy.params.items() if "norm" in name}
+    report = {"logits": logits[0][:, 0], "labels": micro.labels_T, "mask": micro.loss_mask_T, "norms": norms}
+    return {**report, "logprob": scores.logprob, "entropy": scores.entropy}
 
 
-@pytest.fixture(scope="module")
-def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    ((padded, upcast),) = run_dist(1, both_work, model, tmp_path_factory.mktemp("upcast"), [1, 16, 32, 128])
-    return padded, upcast
-
-
-def assert_unseen_and_rounded(found: list[list[dict[str, Any]]], multiples: list[int]) -> None:
-    plain, rounded = found
-    assert_unseen(plain, multiples, rounded=False)
-    assert_unseen(rounded, multiples, rounded=True)
-    assert (rounded[0]["logprobs"] - plain[0]["logprobs"]).abs().max() > 1e-3, "the emulation rounds nothing"
-
-
-def test_padding_is_unseen_also_where_fp8_scales_whole_tensors(single: tuple[Any, Any]) -> None:
-    assert_unseen_and_rounded(single[0], [1, 16, 32, 128])
-
-
-def test_padding_is_unseen_under_sequence_parallelism(model: Path) -> None:
-    for found in run_dist(2, padding_work, model, [2, 32, 64]):
-        assert_unseen_and_rounded(found, [2, 32, 64])
-
-
-def test_logits_of_a_rounded_bfloat16_body_are_scored_in_fp32(single: tuple[Any, Any]) -> None:
-    found = single[1]
-    assert found["logits"].dtype == torch.bfloat16
-    assert found["logprob"].dtype == found["entropy"].dtype == torch.float32
-    assert found["norms"] == {torch.bfloat16}
-    exact = dense_logprob_and_entropy(found["logits"], found["labels"], temperature=TEMPERATURE, mask_T=found["mask"])
+def test_logits_of_a_rounded_bfloat16_body_are_scored_in_fp32(model: Path, tmp_path: Path) -> None:
+    (report,) = run_dist(1, scored, model, tmp_path)
+    assert report["logits"].dtype == torch.bfloat16
+    assert report["logprob"].dtype == report["entropy"].dtype == torch.float32
+    assert report["norms"] == {torch.bfloat16}
+    exact = dense_logprob_and_entropy(report["logits"], report["labels"], temperature=TEMPERATURE, mask_T=report["mask"])
     for name in ("logprob", "entropy"):  # bfloat16 arithmetic would be off by about 1e-2
-        torch.testing.assert_close(found[name].double(), getattr(exact, name), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(report[name].double(), getattr(exact, name), atol=1e-5, rtol=1e-5)
