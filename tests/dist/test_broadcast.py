@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
+from tepo_megatron.tools.faults.processes import wait_until
 from tepo_megatron.trainer.megatron.parallel.batch import broadcast
 from tepo_megatron.trainer.megatron.parallel.collectives import _KEPT, RootSignal, broadcast_json
 from tepo_megatron.trainer.packing import pack
 from tests.support.launch import run_dist
+from tests.support.programs import TIMEOUT_S
 
 DTYPES: Any = (np.uint8, np.int16)
 
@@ -55,27 +58,29 @@ def test_every_rank_has_the_batch_of_rank_0() -> None:
 
 
 LIMIT_S = 15.0
-"""Of a collective. Rank 0 comes half as much later; a loaded machine may take its time for everything else."""
+"""Of a collective."""
 
 
-def wait_for_a_late_root(rank: int, world: int) -> object:
-    """Rank 1 waits for the signal first, rank 2 does not."""
+def wait_for_a_late_root(rank: int, world: int, broken: Path) -> object:
+    """Rank 1 waits for the signal first, rank 2 does not. Rank 0 comes a second after the time limit has passed for both."""
     pairs = [dist.new_group([0, waiting], backend="gloo", timeout=timedelta(seconds=LIMIT_S)) for waiting in (1, 2)]
     signal = RootSignal()
     dist.barrier()
     if rank == 0:
-        time.sleep(1.5 * LIMIT_S)
+        wait_until(broken.exists, TIMEOUT_S, "the collective of rank 2 to break")
+        time.sleep(1)
     try:
         if rank < 2:
             signal.pass_on()
         group = pairs[rank == 2]
         return broadcast_json("late" if rank == 0 else None, source=0, device=torch.device("cpu"), group=group)
     except RuntimeError as error:
+        broken.touch()
         return type(error).__name__
 
 
-def test_a_late_rank_0_breaks_a_collective_and_not_the_wait_for_its_signal() -> None:
-    root, with_signal, without = run_dist(3, wait_for_a_late_root)
+def test_a_late_rank_0_breaks_a_collective_and_not_the_wait_for_its_signal(tmp_path: Path) -> None:
+    root, with_signal, without = run_dist(3, wait_for_a_late_root, tmp_path / "broken")
     assert root == with_signal == "late" != without
 
 
