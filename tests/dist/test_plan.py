@@ -47,26 +47,22 @@ def counted_by_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counted_by_forks")
-@pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-7b"])
-def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> None:
-    plan = recipe(name)
-    parallel = plan.config.engine.parallel
-    counts = plan.check_exact()
-    assert [len(row) for row in counts] == [parallel.tp] * parallel.pp
-    assert [set(row) for row in counts] == [{expected} for expected in plan.stage_parameters]
-
-
-@pytest.mark.usefixtures("counted_by_forks")
 @pytest.mark.parametrize(
-    ("model", "parallel"),
-    [("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}), ("Qwen3-14B", {"tp": 4, "dp": 2})],
+    ("name", "model", "parallel"),
+    [
+        ("llama3.3-70b", "", {}),
+        ("qwen2.5-7b", "", {}),
+        ("qwen2.5-7b", "Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}),
+        ("qwen2.5-7b", "Qwen3-14B", {"tp": 4, "dp": 2}),  # norms on queries and keys
+    ],
 )
-def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, parallel: dict[str, int]) -> None:
-    config = load_run(EXAMPLES / "qwen2.5-7b" / "run.yaml")
-    split = ParallelConfig(**parallel, sequence_parallel=True)
-    engine = config.engine.model_copy(update={"parallel": split})
-    plan = replace(recipe("qwen2.5-7b"), spec=resolve_spec(model)[0], config=config.model_copy(update={"engine": engine}))
-    assert plan.check_exact() == [[count] * split.tp for count in plan.stage_parameters]
+def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str, model: str, parallel: dict[str, int]) -> None:
+    """Of a recipe, and of other models in its place."""
+    plan = recipe(name)
+    if model:
+        engine = plan.config.engine.model_copy(update={"parallel": ParallelConfig(**parallel, sequence_parallel=True)})
+        plan = replace(plan, spec=resolve_spec(model)[0], config=plan.config.model_copy(update={"engine": engine}))
+    assert plan.check_exact() == [[count] * plan.config.engine.parallel.tp for count in plan.stage_parameters]
 
 
 def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
@@ -80,20 +76,19 @@ def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
     assert json.loads(counted.splitlines()[-1]) == [held[:2], held[2:]]
 
 
-def test_a_count_that_differs_names_the_rank_and_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_counted_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count that differs names the rank and both counts; a place without Megatron what is missing."""
     plan = recipe("qwen2.5-7b")
     (expected,) = plan.stage_parameters
-    answer = subprocess.CompletedProcess([], 0, stdout=json.dumps([[expected, 11]]), stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(RuntimeError, match=rf"11 parameters on tp rank 1 of pipeline stage 0, but the formula .* {expected:,}"):
-        plan.check_exact()
-
-
-def test_a_place_without_megatron_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nModuleNotFoundError: No module named 'torch'\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(RuntimeError, match=r"No module named 'torch'.*trainer's environment"):
-        recipe("qwen2.5-7b").check_exact()
+    other, missing = json.dumps([[expected, 11]]), "Traceback\nModuleNotFoundError: No module named 'torch'\n"
+    for answer, message in (
+        ((0, other, ""), rf"11 parameters on tp rank 1 of pipeline stage 0, but the formula .* {expected:,}"),
+        ((1, "", missing), r"No module named 'torch'.*trainer's environment"),
+    ):
+        done = subprocess.CompletedProcess([], *answer)
+        monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **__: done)
+        with pytest.raises(RuntimeError, match=message):
+            plan.check_exact()
 
 
 TOLERANCE = {"weights": 0.01, "gradients": 0.01, "optimizer": 0.01, "a step's batch": 0.03}
