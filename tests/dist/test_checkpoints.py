@@ -58,17 +58,6 @@ def exported(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_run_keeps_what_it_was_told_to(trained: Path) -> None:
-    assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
-    folder = trained / "checkpoints" / "step_000004"
-    assert CheckpointManifest.read_whole(folder).step == 4
-    state = json.loads((folder / "state.json").read_text())
-    assert state["updates"] == 8
-    assert state["identity"]["architecture"]["num_layers"] == 4
-    assert state["identity"]["config"]["optimizer"]["lr"] == 1e-3
-    assert set(state["identity"]["versions"]) >= {"torch", "megatron-core"}
-
-
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_nothing_had_been(
     trained: Path, replay: Path, tmp_path: Path
 ) -> None:
@@ -85,19 +74,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_nothi
         *("step_000001", "step_000002", "step_000003", "step_000003.damaged", "step_000004")
     ]
     assert exported(tmp_path) == exported(trained)
-    ours = json.loads((tmp_path / "checkpoints" / "step_000004" / "manifest.json").read_text())["files"]
-    theirs = json.loads((trained / "checkpoints" / "step_000004" / "manifest.json").read_text())["files"]
-    del ours["state.json"], theirs["state.json"]  # they say how often was saved
-    assert ours == theirs
+    assert [path.name for path in sorted((trained / "checkpoints").iterdir())] == ["step_000002", "step_000004"]
+    ours, theirs = (CheckpointManifest.read_whole(out / "checkpoints" / "step_000004").files for out in (tmp_path, trained))
+    assert {**ours, "state.json": None} == {**theirs, "state.json": None}  # it says how often was saved
     assert "train:\n  steps: 3" in (tmp_path / "resolved.1.yaml").read_text()
 
     # and an older one that is chosen, with a learning rate that is let through
-    changed = ["optimizer.lr=2e-3", f"train.steps={STEPS}", *KEPT, "train.resume=true", "train.resume_from=step_000001"]
-    resolved = (tmp_path / "resolved.yaml").read_bytes()
-    with pytest.raises(RuntimeError, match=r"(?s)would not be the same run:\n  optimizer\.lr: 0\.001 -> 0\.002\n"):
-        train(tmp_path, replay, *changed)
-    assert (tmp_path / "resolved.yaml").read_bytes() == resolved
-    printed = train(tmp_path, replay, *changed, "train.allow_change=[optimizer.lr]")
+    older = [f"train.steps={STEPS}", *KEPT, "train.resume=true", "train.resume_from=step_000001"]
+    printed = train(tmp_path, replay, *older, "optimizer.lr=2e-3", "train.allow_change=[optimizer.lr]")
     assert "differs from the checkpoint's run: optimizer.lr: 0.001 -> 0.002" in printed
     assert exported(tmp_path) != exported(trained)
     assert (tmp_path / "checkpoints" / "step_000002.abandoned").is_dir()
@@ -126,10 +110,11 @@ def test_another_reference_model_and_none_whole_end_all_ranks_with_one_sentence(
     assert not list((tmp_path / "checkpoints").glob("*.damaged"))
 
 
-def failing_save(
-    rank: int, _world: int, folder: Path, parallel: dict[str, Any], limited_rank: int | None, limit: int
-) -> dict[str, Any]:
-    """Saves step 1, then step 2, where it fails, then loads step 1; what the save said, and digests."""
+def failing_save(rank: int, _world: int, folder: Path, parallel: dict[str, Any], limited_rank: int | None) -> str:
+    """Saves step 1, then step 2, where it fails, then loads step 1; returns what the save said.
+
+    ``limited_rank`` may write no file of more than 100 kB; None: the disk is too small.
+    """
     distributed = {"distributed": parallel.get("dp", 1) > 1}
     engine = make_engine({"output": folder.parent, "engine": {"parallel": parallel}, "optimizer": distributed})
     engine.counters.entropy_noise = 0.25
@@ -145,39 +130,38 @@ def failing_save(
         engine.checkpoints.finish()
 
     # Python ignores the signal, so that the write itself fails
-    with files_of_at_most(limit) if limited_rank == rank else nullcontext(), pytest.raises(RuntimeError) as failed:
+    with files_of_at_most(100_000) if limited_rank == rank else nullcontext(), pytest.raises(RuntimeError) as failed:
         save_again()
     engine.checkpoints.load(folder / "step_000001")
     if limited_rank is not None:
         save_checkpoint(engine, folder, step=1, state={})  # in place of the one that is there
-    digests = {"before": before, "after": engine.weights.version(1).digest}
-    return {"said": str(failed.value), **digests, "noise": engine.counters.entropy_noise}
+    assert engine.weights.version(1).digest == before
+    assert engine.counters.entropy_noise == 0.25  # an adaptive coefficient: the objective's tolerance, measured now and then
+    return str(failed.value)
 
 
-def save_fails(folder: Path, parallel: dict[str, Any], limited_rank: int | None = None, limit: int = 0) -> str:
+def save_fails(folder: Path, parallel: dict[str, Any], limited_rank: int | None = None) -> str:
     """What both of two ranks report; the older checkpoint is whole and was loaded."""
-    reports = run_dist(2, failing_save, folder, parallel, limited_rank, limit)
-    assert reports[0] == reports[1]
-    assert reports[0]["before"] == reports[0]["after"]
-    assert reports[0]["noise"] == 0.25  # an adaptive coefficient: the objective's tolerance, measured now and then
+    first, second = run_dist(2, failing_save, folder, parallel, limited_rank)
+    assert first == second
     assert [path.name for path in folder.iterdir()] == ["step_000001"]
     CheckpointManifest.read_whole(folder / "step_000001")
-    return str(reports[0]["said"])
+    return first
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path) -> None:
     """Rank 0's writes beside training; the other way is as it is by default."""
-    said = save_fails(tmp_path / "checkpoints", {"tp": 2} if rank else {"dp": 2}, rank, 100_000)
-    found = re.fullmatch(
+    message = save_fails(tmp_path / "checkpoints", {"tp": 2} if rank else {"dp": 2}, rank)
+    match = re.fullmatch(
         rf"checkpoint (\S+)/step_000002 could not be written by rank {rank} \(\1/step_000002\.partial/shards/"
         rf"rank0000{rank}-00001\.safetensors: File too large \(EFBIG\)\); it needs ([\d,]+) bytes, [\d,]+ bytes are free; the "
         r"older checkpoints are as they were \(the newest is step_000001\)\. Make room \('tepo checkpoint prune \1' removes "
         r"older ones\) and go on with --resume",
-        said,
+        message,
     )
-    assert found, said
-    needed = int(found[2].replace(",", ""))
+    assert match, message
+    needed = int(match[2].replace(",", ""))
     written = sum(path.stat().st_size for path in shards(tmp_path / "checkpoints" / "step_000001"))
     assert needed <= written < needed + 100_000
 
