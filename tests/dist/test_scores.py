@@ -172,16 +172,16 @@ def test_one_collective_forward_and_none_backward():
     """With and without the entropy's slope. The fused form sums the hidden states' gradient over the vocabulary shards, once,
     as its linear has to. A teacher, of logits or of the top 5, adds bytes, and JSD a small collective.
     """
-    plain, fused = [([16], []), ([24], [])], [([16], ["all_reduce"]), ([24], ["all_reduce"])]
-    teachers = [([40], []), ([36], []), ([40], []), ([36], []), ([40, 8], []), ([36], [])]
-    assert run_dist(2, _collectives) == 2 * [[*plain, *fused, *teachers]]
+    expected: list[Any] = [([16], []), ([24], []), ([16], ["all_reduce"]), ([24], ["all_reduce"])]
+    expected += [([40], []), ([36], []), ([40], []), ([36], []), ([40, 8], []), ([36], [])]  # with teachers
+    assert run_dist(2, _collectives) == 2 * [expected]
 
 
 def _fused(rank, world, shapes):
     scored = [(False, None, 0), (True, None, 0), *((False, it, k) for it in DIVERGENCES for k in (0, 4))]
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    for shape, dtype, is_sharded, case in product(shapes, dtypes, (False, True), scored):
-        _fused_one(rank, world, *shape, dtype, is_sharded, *case)
+    for (width, vocab), dtype, is_sharded, case in product(shapes, dtypes, (False, True), scored):
+        _fused_one(rank, world, width, vocab, dtype, is_sharded, *case)
 
 
 def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, divergence, k):
