@@ -65,8 +65,7 @@ OTHERS = [
     Run(dp=2, distributed=True, resumes=TP_PP),
 ]
 RUNS = [*SINGLES.values(), *OTHERS]
-NAMED = [pytest.param(run, id=run.name) for run in RUNS]
-UNINTERRUPTED = [pytest.param(run, id=run.name) for run in RUNS if run.resumes is None]
+on_all = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 
 
 def targets_of(model: str) -> tuple[str, ...]:
@@ -140,7 +139,7 @@ def oracles(model: Path) -> tuple[Oracle, Oracle]:
     return oracle_of(model, BATCH), oracle_of(out, BATCH)
 
 
-@pytest.mark.parametrize("run", NAMED)
+@on_all
 def test_scores_are_those_of_the_merged_model_and_references_those_without_adapters(worlds: Worlds[Run], run: Run) -> None:
     report, mask_T = worlds.report(run), BATCH.loss_mask_T
     base, with_adapters = oracles(worlds.folder / run.model)
@@ -149,7 +148,7 @@ def test_scores_are_those_of_the_merged_model_and_references_those_without_adapt
         torch.testing.assert_close(report[name].double()[mask_T], oracle.logprobs_T[mask_T], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("run", UNINTERRUPTED)
+@pytest.mark.parametrize("run", [run for run in RUNS if run.resumes is None], ids=lambda run: run.name)
 def test_gradients_match_transformers_in_float64(worlds: Worlds[Run], run: Run) -> None:
     oracle = oracles(worlds.folder / run.model)[1]
     adapters = load_file(worlds.folder / f"{run.model}-adapters" / PEFT_WEIGHTS)
@@ -164,7 +163,7 @@ def test_gradients_match_transformers_in_float64(worlds: Worlds[Run], run: Run) 
     assert_first_moments(worlds.checkpoint(run), expected)
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in OTHERS])
+@pytest.mark.parametrize("run", OTHERS, ids=lambda run: run.name)
 def test_two_steps_are_those_of_one_rank(worlds: Worlds[Run], run: Run) -> None:
     """Also where the first step came from another split's checkpoint, optimizer states included."""
     runs = (run, SINGLES[run.model])
@@ -174,7 +173,7 @@ def test_two_steps_are_those_of_one_rank(worlds: Worlds[Run], run: Run) -> None:
     assert_moved_alike(load_file(worlds.folder / f"{run.model}-adapters" / PEFT_WEIGHTS), ours, theirs)
 
 
-@pytest.mark.parametrize("run", NAMED)
+@on_all
 def test_only_adapters_are_kept_and_exports_are_merged(worlds: Worlds[Run], run: Run) -> None:
     model, out = worlds.folder / run.model, worlds.folder / run.name
     for kind in ("master", "exp_avg", "exp_avg_sq"):

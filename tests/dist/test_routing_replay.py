@@ -43,7 +43,7 @@ SPLITS = [
     Routed(model="Qwen3Moe", tp=2, dp=2, ep=4, etp=1, sp=True, recompute="moe", distributed=True, aux_loss=1.0),
     Routed(tp=2, pp=2, vpp=2, sp=True, recompute="full", aux_loss=1.0),
 ]
-NAMED = pytest.mark.parametrize("split", [pytest.param(split, id=split.name) for split in SPLITS])
+NAMED = pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 
 
 def rollouts(model: str) -> list[Rollout]:
