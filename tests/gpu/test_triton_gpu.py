@@ -38,12 +38,20 @@ def test_matches_the_dense_oracle(case, inplace):
     compare(logits.float(), *rest, inplace=inplace, backend="triton", tolerance=2e-5)
 
 
-def _large(tokens, width, vocab, dtype):
+def _large(tokens, width, dtype, vocab=None):
     """Logits [T, width], labels below ``vocab``, a mask and weights, on the GPU."""
     torch.manual_seed(tokens + width)
     logits = (3 * torch.randn(tokens, width, device="cuda")).to(dtype)
-    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    labels = torch.randint(0, vocab or width, (tokens,), device="cuda")
     return logits, labels, torch.rand(tokens, device="cuda") < 0.7, torch.randn(2, tokens, device="cuda")
+
+
+def _compare_large(tokens, width, vocab, dtype, divergence=None):
+    logits, labels, mask, weights = _large(tokens, width, dtype, vocab)
+    teacher = None if divergence is None else teacher_of(logits, labels, divergence)
+    options = {"vocab_size": vocab, "mask_T": mask, "temperature": 0.7, "teacher": teacher}
+    tolerances = {"tolerance": 2e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
+    compare(logits, labels, options, weights, inplace=True, backend="triton", **tolerances)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -51,27 +59,20 @@ def _large(tokens, width, vocab, dtype):
     ("tokens", "width", "vocab"), [(2500, 16032, 16032), (2500, 32064, 32000), (700, 64128, 50257), (500, 128256, 128256)]
 )
 def test_shapes_of_real_models(tokens, width, vocab, dtype):
-    logits, labels, mask, weights = _large(tokens, width, vocab, dtype)
-    options = {"vocab_size": vocab, "mask_T": mask, "temperature": 0.7}
-    tolerances = {"tolerance": 2e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
-    compare(logits, labels, options, weights, inplace=True, backend="triton", **tolerances)
+    _compare_large(tokens, width, vocab, dtype)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda divergence: divergence.kind)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "width", "vocab"), [(700, 32064, 32000), (3, 128256, 128256)])
 def test_divergences(tokens, width, vocab, dtype, divergence):
-    logits, labels, mask, weights = _large(tokens, width, vocab, dtype)
-    teacher = teacher_of(logits, labels, divergence)
-    options = {"vocab_size": vocab, "mask_T": mask, "temperature": 0.7, "teacher": teacher}
-    tolerances = {"tolerance": 2e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
-    compare(logits, labels, options, weights, inplace=True, backend="triton", **tolerances)
+    _compare_large(tokens, width, vocab, dtype, divergence)
 
 
 def test_more_than_two_billion_logits():
     if torch.cuda.get_device_properties(0).total_memory < 24 * 2**30:
         pytest.skip("needs 24 GiB of GPU memory")
-    logits, labels, _, weights = _large(17_000, 128_256, 128_256, torch.bfloat16)
+    logits, labels, _, weights = _large(17_000, 128_256, torch.bfloat16)
     last = slice(16_900, None)
     dense = logits[last].double().requires_grad_()
     oracle = dense_logprob_and_entropy(dense, labels[last])
@@ -84,7 +85,7 @@ def test_more_than_two_billion_logits():
 
 
 def test_the_same_input_gives_the_same_bits():
-    logits, labels, mask, weights = _large(300, 50_304, 50_257, torch.bfloat16)
+    logits, labels, mask, weights = _large(300, 50_304, torch.bfloat16, 50_257)
     seen = []
     for inplace in (False, True):
         leaf = logits.clone().requires_grad_()
@@ -96,12 +97,12 @@ def test_the_same_input_gives_the_same_bits():
 
 
 def test_a_transposed_view():
-    logits, labels, _, weights = _large(600, 500, 500, torch.float32)
+    logits, labels, _, weights = _large(600, 500, torch.float32)
     compare(logits.t(), labels[:500] % 600, {}, weights[:, :500], inplace=False, backend="triton", tolerance=2e-5)
 
 
 def test_extra_memory_is_below_two_percent():
-    logits, labels, mask, weights = _large(8192, 16032, 16032, torch.bfloat16)
+    logits, labels, mask, weights = _large(8192, 16032, torch.bfloat16)
     leaf = logits.requires_grad_()
     given = leaf.view_as(leaf)
     for _ in range(2):  # the first call compiles
@@ -113,11 +114,11 @@ def test_extra_memory_is_below_two_percent():
     assert torch.cuda.max_memory_allocated() - before < 0.02 * logits.numel() * logits.element_size()
 
 
-@pytest.mark.parametrize(("bad", "message"), [(torch.nan, "first at token 9"), (torch.inf, "first at token 9")])
-def test_impossible_logits_are_named(bad, message):
-    logits, labels, _, _ = _large(20, 16032, 16032, torch.bfloat16)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_impossible_logits_are_named(bad):
+    logits, labels, _, _ = _large(20, 16032, torch.bfloat16)
     logits[9, 12_345] = bad
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="first at token 9"):
         logprob_and_entropy(logits, labels, backend="triton")
 
 
@@ -139,10 +140,8 @@ def test_kept_tokens_match_the_dense_oracle(dtype: torch.dtype, rtol: float) -> 
     others = (labels[:, None] + 1 + torch.arange(40) * 7) % 500
     kept = torch.where(torch.arange(40) < torch.randint(0, 41, (64, 1), generator=generator), others, -1)
     options = {"temperature": 0.7, "mask_T": (torch.rand(64, generator=generator) < 0.7).cuda(), "kept_TK": kept.cuda()}
-    tolerances = {"tolerance": 1e-5, "gradient_tolerance": rtol}
-    compare(
-        logits.cuda(), labels.cuda(), options, torch.randn(2, 64, device="cuda"), inplace=True, backend="auto", **tolerances
-    )
+    how = {"inplace": True, "backend": "auto", "tolerance": 1e-5, "gradient_tolerance": rtol}
+    compare(logits.cuda(), labels.cuda(), options, torch.randn(2, 64, device="cuda"), **how)
 
 
 def _head(tokens, vocab, hidden):
