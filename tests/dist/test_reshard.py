@@ -29,7 +29,7 @@ def values(layouts: Any, model: dict[str, Tensor], rank: int, dtype: torch.dtype
     return {name: tensor.to(dtype) for name, tensor in parameters(layouts, model)[rank].items()}
 
 
-def trainer(rank: int, case: Any, sender: ShardSender, number: int) -> str:
+def trainer(rank: int, sender: ShardSender, number: int) -> str:
     """One update on a trainer rank; what went wrong."""
     if rank:
         dist.broadcast_object_list([None], src=0)
@@ -89,7 +89,7 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
             params.update(values(source.layouts(spec), model, rank, trained))
             options = {"dtype": served, "broadcast_from_root": broadcast_from_root, "timeout_s": TIMEOUT_S}
             sender = sender or ShardSender(plan, params, rank=rank, **options)
-            seen.append((trainer(rank, plan, sender, number), True))
+            seen.append((trainer(rank, sender, number), True))
         else:
             layouts, at = destination.layouts(spec), rank - plan.num_sources
             expected = {k: v.to(trained).to(served) for k, v in values(layouts, model, at, torch.float64).items()}
