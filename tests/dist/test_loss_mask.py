@@ -23,11 +23,14 @@ TURNS = [[-2, 3, -4, 2], [5], [1, -7, 1, -1, 6], [4, -9, 2], [2, -1, 2, -1, 2], 
 SPLITS = [Split(), Split(dp=2), Split(tp=2, sp=True), Split(cp=2)]
 
 
+MASKS = [np.concatenate([np.full(abs(size), size > 0) for size in turns]) for turns in TURNS]
+"""Of each response, which tokens the model wrote."""
+
+
 def rollouts() -> list[Rollout]:
     generator = np.random.default_rng(5)
     made = []
-    for number, turns in enumerate(TURNS):
-        mask = np.concatenate([np.full(abs(size), size > 0) for size in turns])
+    for number, mask in enumerate(MASKS):
         ids = generator.integers(1, VOCABULARY, 2 + mask.size)
         logprobs, version = np.where(mask, -1.0, 0.0), WeightsVersion(0)
         made.append(Rollout("p", 0, ids[:2], ids[2:], logprobs, "stop", version, reward=float(number % 3 == 1), loss_mask=mask))
@@ -50,31 +53,25 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
     return {"logprobs": batch.old_logprobs_T, "norm": result.grad_norm, "entropy": entropy[0] / entropy[1]}
 
 
-def reference(model: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], float]:
-    """Log-probs of the model's tokens of each response, gradients, and the mean entropy at these tokens."""
+def reference(model: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    """Log-probs of the model's tokens of all responses, gradients, and the mean entropy at these tokens."""
     from transformers import AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     sampled = rollouts()
     rewards = torch.tensor([each.reward for each in sampled], dtype=torch.float64)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    loss, tokens, entropy = torch.zeros((), dtype=torch.float64), 0, 0.0
-    found: list[torch.Tensor] = []
-    for rollout, advantage, turns in zip(sampled, advantages, TURNS, strict=True):
+    logprobs, losses, entropies = [], [], []
+    for rollout, advantage, mask in zip(sampled, advantages, MASKS, strict=True):
         ids = torch.tensor([*rollout.prompt_ids, *rollout.response_ids])
-        logprobs_TV = oracle(ids[None]).logits[0, :-1].log_softmax(-1)
-        at = 2
-        own: list[int] = []
-        for size in turns:
-            own += range(at, at + size)  # nothing of an environment's, whose size is negative
-            at += abs(size)
-        logprob = torch.stack([logprobs_TV[place - 1, ids[place]] for place in own])
-        found.append(logprob.detach())
-        loss -= advantage * logprob.sum()
-        tokens += len(own)
-        entropy -= float((logprobs_TV.exp() * logprobs_TV).sum(-1).detach()[[place - 1 for place in own]].sum())
-    (loss / tokens).backward()
-    return found, {name: param.grad for name, param in oracle.named_parameters() if param.grad is not None}, entropy / tokens
+        places = 2 + torch.from_numpy(mask).nonzero()[:, 0]
+        logprobs_TV = oracle(ids[None]).logits[0].log_softmax(-1)[places - 1]
+        logprobs.append(logprobs_TV.gather(1, ids[places, None])[:, 0])
+        losses.append(-advantage * logprobs[-1])
+        entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1).detach())
+    torch.cat(losses).mean().backward()
+    gradients = {name: param.grad for name, param in oracle.named_parameters() if param.grad is not None}
+    return torch.cat(logprobs).detach(), gradients, float(torch.cat(entropies).mean())
 
 
 def test_loss_and_gradients_come_of_the_models_tokens_alone(tmp_path: Path) -> None:
@@ -82,14 +79,10 @@ def test_loss_and_gradients_come_of_the_models_tokens_alone(tmp_path: Path) -> N
     logprobs, gradients, entropy = reference(tmp_path / "model")
     norm = float(torch.stack([each.norm() for each in gradients.values()]).norm())
     worlds = Worlds(tmp_path, SPLITS, train)
-    masks = [
-        np.concatenate([[False], each.loss_mask if each.loss_mask is not None else [True] * each.response_ids.size, [False]])
-        for each in rollouts()
-    ]
+    is_own_T = torch.from_numpy(np.concatenate([[False, *mask, False] for mask in MASKS]))  # at the token before
     for split in SPLITS:
         report = worlds.report(split)
-        own = report["logprobs"][torch.from_numpy(np.concatenate(masks))].double()
-        torch.testing.assert_close(own, torch.cat(logprobs), atol=2e-5, rtol=0)
+        torch.testing.assert_close(report["logprobs"][is_own_T].double(), logprobs, atol=2e-5, rtol=0)
         assert report["norm"] == pytest.approx(norm, rel=1e-4)
         assert report["entropy"] == pytest.approx(entropy, rel=1e-5)
         assert_first_moments(worlds.checkpoint(split), gradients, norm=norm)
