@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ import pytest
 from tepo_megatron import errors
 from tepo_megatron.config.load import load_run
 from tepo_megatron.runtime.proc import STOPPED, Process
+from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, wait_gone, wait_until
 from tepo_megatron.versions import in_range
 from tests.support.processes import gone, python_programs
@@ -173,7 +173,7 @@ options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1
 sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
 """
 
-RESTARTS = "max_restarts=2, "
+PARENT_RESTARTS = PARENT.replace("status=", "max_restarts=2, status=")
 AGENT_RESTARTS = AGENT.replace('"-m", "made', '"--max-restarts", "2", "-m", "made')
 NODE = """
 import os, pathlib, sys, time, torch
@@ -204,97 +204,80 @@ def start(tmp_path: Path) -> Iterator[Any]:
         yield start_parent
 
 
-def started_ranks(folder: Path) -> list[int]:
+def started_ranks(folder: Path, name: str = "started") -> list[int]:
     """Their process ids."""
-    files = [folder / f"started{rank}" for rank in (0, 1)]
+    files = [folder / f"{name}{rank}" for rank in (0, 1)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files), TIMEOUT_S, "the ranks start")
     return [int(file.read_text()) for file in files]
 
 
 WRONG_FIELD = "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
 NO_TRACEBACK = "(?:(?!Traceback).)*"
+BUG = f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}rank 1: KeyError: 'missing'"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "code", "printed"),
+    ("what", "program", "code", "restarts", "printed"),
     [
-        ("ok", 0, ""),
-        ("world", 1, ".* = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4.*"),
-        ("sentence", 1, WRONG_FIELD),
-        ("bug", 1, f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}error: rank 1: KeyError: 'missing'\n"),
-        ("leaving", 1, WRONG_FIELD),
-        ("group", 1, f".*{WRONG_FIELD}"),
-        ("kill", 128 + signal.SIGKILL, "error: rank 1 was ended by SIGKILL.*"),
+        ("ok", PARENT, 0, 0, ""),
+        ("world", PARENT, 1, 0, ".* = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4.*"),
+        ("sentence", PARENT_RESTARTS, 1, 0, WRONG_FIELD),
+        ("leaving", PARENT, 1, 0, WRONG_FIELD),
+        ("group", PARENT, 1, 0, f".*{WRONG_FIELD}"),
+        ("bug", PARENT_RESTARTS, 1, 1, f"{BUG}\\. The ranks are .* \\(restart 1 of at most 2, train.max_restarts\\)\n{BUG}\n"),
+        ("once", PARENT_RESTARTS, 0, 1, r"rank 1 was ended by SIGKILL.* \(restart 1 of at most 2, train.max_restarts\)\n"),
+        ("kill", PARENT_RESTARTS, 128 + signal.SIGKILL, 2, ".*\nerror: rank 1 was ended by SIGKILL[^\n]*\n"),
         (
-            "broken",
-            128 + signal.SIGKILL,
+            *("broken", PARENT, 128 + signal.SIGKILL, 0),
             r".*error: rank 1 was ended by SIGKILL; the kernel does this when memory runs out[^\n]*\. Then the others failed: "
             r"rank 0: KeyError: 'connection closed by peer'\n",
         ),
     ],
 )
-def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, code: int, printed: str) -> None:
-    """leaving: rank 1 fails because of what rank 0 does on its way out, and ends first. group: nobody has left the group, and
-    its threads run while the interpreter ends. broken: rank 0 fails because rank 1 was killed.
+def test_the_cause_is_printed_once_and_last_and_lost_ranks_start_again(
+    start, tmp_path: Path, what: str, program: str, code: int, restarts: int, printed: str
+) -> None:
+    """Not after the user's own error, nor after a bug that comes twice. leaving: rank 1 fails because of what rank 0 does on
+    its way out, and ends first. group: nobody has left the group, and its threads run while the interpreter ends. broken:
+    rank 0 fails because rank 1 was killed.
     """
-    out, err = (parent := start(what, f"engine.parallel.tp={4 if what == 'world' else 2}")).communicate(timeout=TIMEOUT_S)
+    parent = start(what, f"engine.parallel.tp={4 if what == 'world' else 2}", program)
+    out, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out) == (code, "")
     assert re.fullmatch(printed, err, re.S), err
+    assert err.count("The ranks are started again") == restarts
     assert not list(tmp_path.glob("tepo-*"))
     assert not list(tmp_path.glob("torchelastic_*"))
     assert what != "sentence" or (tmp_path / "cleaned0").exists()
+    attempts = {f"attempt{attempt}-rank{rank}-node0" for attempt in (0, 1) for rank in (0, 1)}
+    assert {path.name for path in tmp_path.glob("attempt*")} == (attempts if what == "once" else set())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
 def test_ranks_whose_starter_was_killed_while_they_imported_do_not_run(start, tmp_path: Path) -> None:
-    parent = start("orphan")
-    files = [tmp_path / f"importing{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), TIMEOUT_S, "the ranks start")
+    parent, ranks = start("orphan"), started_ranks(tmp_path, "importing")
     parent.kill()
-    for file in files:
-        assert gone(int(file.read_text()))
+    assert all(map(gone, ranks))
     assert not list(tmp_path.glob("started*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "code", "attempts", "last"),
-    [
-        ("once", 0, 2, "rank 1 was ended by SIGKILL.* (restart 1 of at most 2, train.max_restarts)"),
-        ("bug", 1, 2, "error: rank 1: KeyError: 'missing'"),
-        ("sentence", 1, 1, "  train.steps: got 0; allowed: an integer > 0"),
-        ("kill", 128 + signal.SIGKILL, 3, "error: rank 1 was ended by SIGKILL.*"),
-    ],
-)
-def test_lost_ranks_start_again_and_an_error_that_comes_twice_or_is_the_users_ends_the_job(
-    start, tmp_path: Path, what: str, code: int, attempts: int, last: str
-) -> None:
-    parent = start(what, parent=PARENT.replace("status=", f"{RESTARTS}status="))
-    _, err = parent.communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == code, err
-    assert err.count("The ranks are started again") == attempts - 1
-    assert re.fullmatch(
-        last.replace("(", r"\(").replace(")", r"\)"), re.sub("SIGKILL;.*started", "SIGKILL started", err.splitlines()[-1])
-    ), err
-    if what == "once":
-        assert {path.name for path in tmp_path.glob("attempt*")} == {
-            f"attempt{n}-rank{r}-node0" for n in (0, 1) for r in (0, 1)
-        }
+@pytest.fixture
+def start_nodes(start) -> Iterator[Callable[..., list[Any]]]:
+    with reserve_port("127.0.0.1") as held:  # so that no other process is given it
+        port = held.getsockname()[1]
 
+        def start_agents(what: str, nodes: int = 3, meet_s: float = TIMEOUT_S) -> list[Any]:
+            return [start(what, "engine.parallel.dp=2", NODE, port, node, meet_s) for node in range(nodes)]
 
-def start_nodes(start, what: str, folder: Path, nodes: int = 3, meet_s: float = TIMEOUT_S) -> list[Any]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    return [start(what, "engine.parallel.dp=2", NODE, port, str(node), str(meet_s)) for node in range(nodes)]
+        yield start_agents
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["once, the rank", "once, the agent"])
-def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(start, tmp_path: Path, what: str) -> None:
-    agents = start_nodes(start, what, tmp_path)
-    ends = [(agent.communicate(timeout=TIMEOUT_S)[1], agent.returncode) for agent in agents]
+def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(start_nodes, tmp_path: Path, what: str) -> None:
+    ends = [(agent.communicate(timeout=TIMEOUT_S)[1], agent.returncode) for agent in start_nodes(what)]
     assert [code for _, code in ends] == [0, -signal.SIGKILL if what == "once, the agent" else 0, 0], ends
     ran = {path.name for path in tmp_path.glob("attempt*")}
     assert ran == {"attempt0-rank0-node0", "attempt0-rank1-node1", "attempt1-rank0-node0", "attempt1-rank1-node2"}
@@ -303,8 +286,8 @@ def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(star
 
 
 @pytest.mark.slow
-def test_a_spare_node_that_is_not_there_is_a_sentence_before_anything_starts(start, tmp_path: Path) -> None:
-    for agent in start_nodes(start, "once", tmp_path, nodes=2, meet_s=10.0):
+def test_a_spare_node_that_is_not_there_is_a_sentence_before_anything_starts(start_nodes, tmp_path: Path) -> None:
+    for agent in start_nodes("once", nodes=2, meet_s=10.0):
         assert agent.communicate(timeout=TIMEOUT_S)[1] == "error: node 2 of 3, spares included, did not come within 10 s\n"
         assert agent.returncode == 1
     assert not list(tmp_path.glob("attempt*"))
@@ -334,18 +317,20 @@ def test_a_rank_that_is_stopped_or_does_not_go_on_ends_the_job_with_one_sentence
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_ranks_that_hang_start_again(start, tmp_path: Path) -> None:
+def test_ranks_that_hang_start_again_also_where_no_report_can_be_written(start, tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where a folder should be")
     parent = start("still", parent=PARENT.replace("status=", "max_restarts=1, status="))
     _, err = parent.communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 128 + signal.SIGKILL
     again, last = [line for line in err.splitlines() if "(train.hang_timeout_s = 2), in phase score" in line]
     assert again.endswith("(restart 1 of at most 1, train.max_restarts)")
     assert "The job is ended" not in again
+    assert "The report of what hangs could not be written: " in last
     assert last.endswith(". The job is ended; go on from its newest checkpoint with --resume")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [PARENT.replace("status=", f"{RESTARTS}status="), AGENT_RESTARTS])
+@pytest.mark.parametrize("program", [PARENT_RESTARTS, AGENT_RESTARTS])
 def test_ranks_that_die_of_a_stop_request_do_not_start_again(start, tmp_path: Path, program: str) -> None:
     """As one that crashes while it saves."""
     parent = start("asked", parent=program)
@@ -355,15 +340,6 @@ def test_ranks_that_die_of_a_stop_request_do_not_start_again(start, tmp_path: Pa
     assert parent.returncode not in (0, 75)
     assert "SIGKILL" in err
     assert sorted(path.name for path in tmp_path.glob("started*")) == ["started0", "started1"]
-
-
-@pytest.mark.slow
-def test_a_hang_ends_also_where_no_report_can_be_written(start, tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file where a folder should be")
-    parent = start("still")
-    _, err = parent.communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 128 + signal.SIGKILL
-    assert "The report of what hangs could not be written: " in err
 
 
 @pytest.mark.slow
