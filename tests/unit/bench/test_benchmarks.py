@@ -124,18 +124,23 @@ def test_rank_0_is_measured_both_ways_and_the_table_has_ratios_of_draws_that_fol
 # -- scores
 
 
+def measure(path: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Method → what ``tepo bench scores`` wrote of it into this file."""
+    size = ("--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1")
+    invoke("bench", "scores", *size, *options, "--output", path.parent)
+    record = json.loads(path.read_text())
+    assert record["arguments"] == {"tp": 1, "device": "cpu", "repeats": 1, "teacher": "--teacher" in options}
+    return {row["method"]: row for row in record["results"]}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_scores_are_measured(tmp_path: Path) -> None:
-    options = ["--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
-    invoke("bench", "scores", *options, "--output", tmp_path)
-    record = json.loads((tmp_path / "scores-cpu-tp1.json").read_text())
-    assert record["arguments"] == {"tp": 1, "device": "cpu", "repeats": 1, "teacher": False}
-    rows = {row["method"]: row for row in record["results"]}
+    rows = measure(tmp_path / "scores-cpu-tp1.json")
     assert {MEGATRON, "tepo_megatron, in place, C++" + SLOPE} <= rows.keys()
     row = rows["tepo_megatron, in place, C++"]
     assert (row["forward_collectives"], row["backward_collectives"], row["shard_bytes"]) == (1, 0, 64 * 512 * 4)
-    assert all(other["copy_gbps"] == row["copy_gbps"] > 0 for other in record["results"])
+    assert all(other["copy_gbps"] == row["copy_gbps"] > 0 for other in rows.values())
     table = (tmp_path / "scores-cpu-tp1.md").read_text().splitlines()
     assert table[2].startswith("| shape | method | forward ms")
     assert len(table) == 4 + len(rows)
@@ -159,15 +164,12 @@ def test_divergences_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (folder := tmp_path / "nemo_rl" / "distributed").mkdir(parents=True)
     (folder / "model_utils.py").write_text(_PEER)
     monkeypatch.syspath_prepend(tmp_path)
-    options = ["--teacher", "--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
-    invoke("bench", "scores", *options, "--output", tmp_path)
-    record = json.loads((tmp_path / "teacher-cpu-tp1.json").read_text())
-    rows = {row["method"]: row for row in record["results"]}
+    rows = measure(tmp_path / "teacher-cpu-tp1.json", "--teacher")
     ours = [rows[f"tepo_megatron, in place, {kind}"] for kind in DIVERGENCES]
     assert [(row["forward_collectives"], row["backward_collectives"]) for row in ours] == [(1, 0), (1, 0), (2, 0)]
     peer = f"{PEERS[2]}, forward_kl"
     assert {FLOOR, PRODUCTS, peer, f"tepo_megatron, in place, {TOP_K}"} <= rows.keys()
-    (table,) = ScoreSetting(1, "cpu", 1, teacher=True).report([ScoreMeasurement(**row) for row in record["results"]]).tables
+    (table,) = ScoreSetting(1, "cpu", 1, teacher=True).report([ScoreMeasurement(**row) for row in rows.values()]).tables
     shown = {cells[table.columns.index("method")]: cells[table.columns.index("× best peer")] for cells in table.rows}
     assert shown[peer] == "1.00"
     total_ms = {method: row["forward_ms"] + row["backward_ms"] for method, row in rows.items()}
@@ -176,14 +178,8 @@ def test_divergences_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_peers_function_is_read_without_the_imports_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = (
-        "import no_such_package",
-        "class Trainer:",
-        "    @staticmethod",
-        "    def loss(x: Tensor) -> int:",
-        "        return 3",
-    )
-    (tmp_path / "peer.py").write_text("\n".join(lines))
+    method = "class Trainer:\n    @staticmethod\n    def loss(x: Tensor) -> int:\n        return 3\n"
+    (tmp_path / "peer.py").write_text(f"import no_such_package\n{method}")
     monkeypatch.syspath_prepend(tmp_path)
     assert (peer := part_of("peer.py", "loss")) is not None
     assert peer.loss(1) == 3
@@ -234,9 +230,9 @@ class FakeWorld:
         self.peak, self.steps = peak, zip(score_s, update_s, losses, strict=True)
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
-        return (
-            {"peak_bytes": self.peak} if memory else dict(zip(("score_s", "update_s", "loss"), next(self.steps), strict=True))
-        )
+        if memory:
+            return {"peak_bytes": self.peak}
+        return dict(zip(("score_s", "update_s", "loss"), next(self.steps), strict=True))
 
 
 def test_methods_that_do_not_compute_the_same_are_not_compared() -> None:

@@ -17,7 +17,7 @@ from tepo_megatron.cli.bench import _finish
 from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import Report, Table, select
 from tests.support.cli import invoke
-from tests.support.processes import gone
+from tests.support.processes import eventually, gone
 from tests.support.shell import write_script
 
 ROOT = Path(__file__).parents[3]
@@ -105,22 +105,32 @@ def test_a_part_that_fails_or_cannot_run_says_why(what: Part, state: str, reason
     assert re.match(reason, outcome["reason"])
 
 
-def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> None:
-    child = tmp_path / "pid"
-    code = "import pathlib, subprocess; child = subprocess.Popen(['sleep', '100000']); "
-    code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); child.wait()"
-    outcome = part("timeit", "-n1", "-r1", code, limit_s=15).run(H200, print)
-    assert (outcome["state"], outcome["reason"]) == ("failed", "not done after 15 s")
-    assert gone(int(child.read_text()))
+def with_a_child(pid: Path, then: str) -> Part:
+    """A part whose child sleeps; its process id is in the file."""
+    code = "import os, pathlib, signal, subprocess, time; child = subprocess.Popen(['sleep', '100000']); "
+    return part("timeit", "-n1", "-r1", f"{code}pathlib.Path({str(pid)!r}).write_text(str(child.pid)); {then}; child.wait()")
+
+
+def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over when the child is there."""
+    pid, communicate = tmp_path / "pid", subprocess.Popen.communicate
+
+    def run_out_of_time(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
+        if timeout is None:
+            return communicate(process)
+        assert eventually(lambda: pid.exists() and bool(pid.read_text()))
+        raise subprocess.TimeoutExpired("timeit", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", run_out_of_time)
+    outcome = with_a_child(pid, "pass").run(H200, print)
+    assert (outcome["state"], outcome["reason"]) == ("failed", "not done after 540 s")
+    assert gone(int(pid.read_text()))
 
 
 def test_ctrl_c_ends_the_part_that_runs_and_its_children(tmp_path: Path) -> None:
-    child = tmp_path / "pid"
-    code = "import os, pathlib, signal, subprocess, time; child = subprocess.Popen(['sleep', '100000']); time.sleep(1); "
-    code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); os.kill(os.getppid(), signal.SIGINT); child.wait()"
     with pytest.raises(KeyboardInterrupt):
-        part("timeit", "-n1", "-r1", code).run(H200, print)
-    assert gone(int(child.read_text()))
+        with_a_child(tmp_path / "pid", "time.sleep(1); os.kill(os.getppid(), signal.SIGINT)").run(H200, print)
+    assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:

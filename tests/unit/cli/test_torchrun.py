@@ -348,7 +348,6 @@ def test_ranks_that_die_of_a_stop_request_do_not_start_again(start, tmp_path: Pa
     [
         (signal.SIGINT, 130, PARENT, True),
         (signal.SIGTERM, 75, PARENT, False),
-        (signal.SIGHUP, 75, PARENT, False),
         (signal.SIGUSR1, 75, AGENT, True),
         (signal.SIGHUP, 75, AGENT, False),
     ],
