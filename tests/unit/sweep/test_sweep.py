@@ -22,7 +22,6 @@ from tepo_megatron.tools.sweep import Spread, Sweep, SweepFile, SweepResults, ar
 from tests.support.cli import invoke
 from tests.support.programs import TIMEOUT_S
 
-EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
 AXES = {"objective": {"tepo": "objective.preset=tepo", "grpo": ["objective.preset=grpo"]}, "lr": {"low": "optimizer.lr=1e-5"}}
 
 
@@ -125,22 +124,8 @@ def test_what_is_left_goes_by_how_many_run_at_a_time_and_for_how_long(each: int,
     assert seconds_left([30.0], [45.0], 0, 1) == 0.0  # takes longer than the others did
 
 
-def test_each_line_counts_what_ended_and_only_the_last_has_nothing_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "out = next(each for each in sys.argv if each.startswith('output='))\n"
-        "(pathlib.Path(out.partition('=')[2]) / 'model').mkdir(parents=True)\n"
-    )
-    replace_python(monkeypatch, tmp_path, code)
-    sweep = read_sweep(write(tmp_path, seeds=[0, 1, 2]))
-    said: list[str] = []
-    assert [one.outcome for one in Sweep(sweep, runs_of(sweep), say=said.append, jobs=2).run()] == ["done"] * 3
-    assert [line.partition(" ")[0] for line in said[1:]] == ["[1/3]", "[2/3]", "[3/3]"]
-    assert [" left" in line for line in said[1:]] == [True, True, False]
-
-
 def test_a_damaged_file_or_folder_of_one_run_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line counts what ended, and all but the last say what is left."""
     code = (
         "out = pathlib.Path(next(each for each in sys.argv if each.startswith('output=')).partition('=')[2])\n"
         "(out / 'model').mkdir(parents=True)\n"
@@ -153,13 +138,16 @@ def test_a_damaged_file_or_folder_of_one_run_leaves_the_others(tmp_path: Path, m
     ended = Sweep(sweep, runs_of(sweep), say=lines.append).run()
     assert [one.outcome for one in ended] == ["done", "failed", "done"]
     assert "seed1.log" in ended[1].said
-    assert [line.partition(" ")[0] for line in lines[1:]] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert [(line.partition(" ")[0], " left" in line) for line in lines[1:]] == [
+        ("[1/3]", True),
+        ("[2/3]", True),
+        ("[3/3]", False),
+    ]
 
 
 def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    marker = tmp_path / "marker"
     code = (
-        f"marker = pathlib.Path({str(marker)!r})\n"
+        f"marker = pathlib.Path({str(tmp_path / 'marker')!r})\n"
         "print('error: the second' if marker.exists() else 'error: the first')\n"
         "marker.touch()\n"
         "sys.exit(1)\n"
@@ -275,18 +263,3 @@ def test_tables_that_cannot_be_written_leave_the_earlier_ones(tmp_path: Path, mo
         results.write(tmp_path)
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in tmp_path.glob("sweep.*")} == {"sweep.yaml", "sweep.md", "sweep.csv", "sweep.json"}
-
-
-@pytest.mark.parametrize("name", ["tiny", "stack_machine", "overhead"])
-def test_the_evidence_begins_with_every_objective_once(name: str) -> None:
-    """An interrupted sweep is of use after its first seed; and a run's configuration is what its name says."""
-    sweep = read_sweep(EVIDENCE / f"{name}.yaml")
-    runs = runs_of(sweep)
-    cells = len(runs) // len(sweep.seeds)
-    assert {run.seed for run in runs[:cells]} == {0}
-    assert list(dict.fromkeys(run.choices["objective"] for run in runs[:cells])) == list(sweep.axes["objective"])
-    by_name = {run.choices["objective"]: load_run(sweep.run, run.overrides) for run in runs[:cells]}
-    masked = {name for name, run in by_name.items() if run.objective.kl_mask and run.objective.kl_mask.coefficient == 1.0}
-    with_mask = {"tepo", "no-likelihood", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant"}
-    assert masked == set(by_name) & with_mask
-    assert all(run.optimizer == by_name["tepo"].optimizer and run.train == by_name["tepo"].train for run in by_name.values())
