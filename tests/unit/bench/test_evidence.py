@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.distill import page as distill_page
 from examples.evidence import figures
 from examples.evidence.figures import FIGURES, Estimate, Evidence
 from examples.evidence.page import make, page_text
@@ -73,11 +74,12 @@ def write_runs(
 def root(tmp_path: Path) -> Path:
     """A repository of what the command reads: the sweeps, the run's file and the page."""
     shutil.copytree(ROOT / "examples/evidence", tmp_path / "examples/evidence")
-    for name in ("tiny", "stack_machine"):
+    for name in ("tiny", "stack_machine", "long_arithmetic"):
         (tmp_path / "examples" / name).mkdir()
         shutil.copyfile(ROOT / "examples" / name / "run.yaml", tmp_path / "examples" / name / "run.yaml")
     (tmp_path / "docs/results").mkdir(parents=True)
-    shutil.copyfile(ROOT / "docs/results/evidence.md", tmp_path / "docs/results/evidence.md")
+    for page in ("evidence.md", "evidence-second.md"):
+        shutil.copyfile(ROOT / "docs/results" / page, tmp_path / "docs/results" / page)
     return tmp_path
 
 
@@ -245,9 +247,13 @@ def part(root: Path, name: str) -> str:
     return text.split(f"<!-- {name} -->")[1].split("<!-- end -->")[0].strip()
 
 
-def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
+PAGES = {"evidence": page_text, "evidence-second": second_page.page_text, "distillation": distill_page.page_text}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_what_the_command_makes_of_the_metrics_that_are_kept(page: str) -> None:
     """No number of a table was put in by hand."""
-    assert (ROOT / "docs/results/evidence.md").read_text() == page_text(ROOT)
+    assert (ROOT / f"docs/results/{page}.md").read_text() == PAGES[page](ROOT)
 
 
 def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
@@ -332,19 +338,14 @@ def test_every_run_of_a_first_seed_is_a_configuration(name: str) -> None:
     assert len(work) == 1
 
 
-STORED = [path.parent for path in sorted((ROOT / "docs/results/data").glob("*/sweep.json"))]
-STORED += [path.parent for path in sorted((ROOT / "docs/results/data").glob("*/*/sweep.json"))]
+STORED = [path.parent for path in sorted((ROOT / "docs/results/data").rglob("sweep.json"))]
 
 
 @pytest.mark.parametrize("stored", STORED, ids=lambda path: path.name)
 def test_a_sweep_may_be_continued_beside_its_stored_runs(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    folders = {
-        "distill": "distill/compare",
-        "evidence": f"evidence/{stored.name}",
-        "evidence-second": f"evidence/second/{stored.name}",
-    }
-    file = ROOT / "examples" / f"{folders.get(stored.name) or folders[stored.parent.name]}.yaml"
+    sweeps = {"data": "distill/compare", "evidence": f"evidence/{stored.name}"}
+    file = ROOT / "examples" / f"{sweeps.get(stored.parent.name, f'evidence/second/{stored.name}')}.yaml"
     shutil.copytree(stored, tmp_path / "results")
     assert Evidence.collect(file, tmp_path / "none", tmp_path / "results") == 0
     for path in stored.iterdir():
@@ -354,10 +355,10 @@ def test_a_sweep_may_be_continued_beside_its_stored_runs(stored: Path, tmp_path:
 def test_every_method_has_the_same_number_of_settings_and_no_seed_is_used_twice() -> None:
     runs = runs_of(sweep_of("tuning.yaml"))
     assert Counter(run.choices["method"].partition("-")[0] for run in runs) == dict.fromkeys(METHODS, 12)
-    first_round = set(read_sweep(ROOT / "examples/evidence/tiny.yaml").seeds)
+    first, tuning = (set(sweep.seeds) for sweep in (sweep_of("../tiny.yaml"), sweep_of("tuning.yaml")))
     fresh = {seed for name in NAMES if name != "tuning.yaml" for seed in sweep_of(name).seeds}
-    assert not first_round & set(sweep_of("tuning.yaml").seeds)
-    assert not fresh & (first_round | set(sweep_of("tuning.yaml").seeds))
+    assert not first & tuning
+    assert not fresh & (first | tuning)
 
 
 def test_the_validation_split_is_neither_trained_on_nor_in_the_test() -> None:
@@ -401,29 +402,21 @@ def test_the_setting_with_the_largest_mean_is_chosen_and_near_ties_go_to_the_fir
 
 def test_runs_that_another_machine_finished_are_brought_back_as_its_own(tmp_path: Path) -> None:
     one, other, results = tmp_path / "one", tmp_path / "other", tmp_path / "results"
-    for run in runs_of(read_sweep(plan.FOLDER / "tuning.yaml"), one)[:2]:
+    for run in runs_of(sweep_of("parts.yaml"), one)[:2]:
         (run.folder / "model").mkdir(parents=True)
         (run.folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "{plan.VALIDATED}": 0.{i}}}\n' for i in (0, 1)))
         os.utime(run.folder / "metrics.jsonl", (0, 0))
-    assert keep("tuning", one, results) == (0, 2)
-    kept = {path.name: path.read_bytes() for path in (results / "tuning").iterdir()}
-    assert [keep("tuning", other, results), keep("tuning", other, results)] == [(2, 2), (0, 2)]
-    assert kept == {path.name: path.read_bytes() for path in (results / "tuning").iterdir()}
+    assert keep("parts", one, results) == (0, 2)
+    kept = {path.name: path.read_bytes() for path in (results / "parts").iterdir()}
+    assert [keep("parts", other, results), keep("parts", other, results)] == [(2, 2), (0, 2)]
+    assert kept == {path.name: path.read_bytes() for path in (results / "parts").iterdir()}
     assert b"1970-01-01T00:00Z" in kept["sweep.json"]
-
-
-def test_the_second_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
-    assert (ROOT / "docs/results/evidence-second.md").read_text() == second_page.page_text(ROOT)
 
 
 def test_the_second_round_is_judged_once_all_runs_are_there(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """45 comparisons of methods on three tasks, 8 of regimes, 8 of parts and 14 of coefficients."""
-    (root / "examples/long_arithmetic").mkdir()
-    shutil.copyfile(ROOT / "examples/long_arithmetic/run.yaml", root / "examples/long_arithmetic/run.yaml")
-    page = root / "docs/results/evidence-second.md"
-    shutil.copyfile(ROOT / page.relative_to(root), page)
     data = root / "docs/results/data/evidence-second"
     for name in second_page.NAMES:
         done = dict.fromkeys(read_sweep(root / f"examples/evidence/second/{name}.yaml").axes["objective"], 18)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.distill import page as distill_page
 from examples.paper import results
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
@@ -356,7 +355,3 @@ def test_a_teacher_alone_trains_on_what_the_name_of_the_run_says(
     assert row["reward/mean"] == 0
     assert all(right) == (by == "off-policy")
     assert all(np.exp(rollout.sampler_logprobs).prod() > 0.5 for rollout in rollouts) == (by == "off-policy")
-
-
-def test_the_page_of_teachers_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
-    assert (ROOT / "docs/results/distillation.md").read_text() == distill_page.page_text(ROOT)
