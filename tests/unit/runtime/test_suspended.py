@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +91,28 @@ class Turns:
 """
 
 
-@pytest.mark.parametrize("what", ["waits", "waits_async", "environment", "program", "rank"])
-def test_time_in_which_the_whole_job_was_stopped_is_not_counted(what: str, tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text(CODE)
-    with python_programs({}) as start:
-        job = start("-c", JOB, what, tmp_path / "code.py")
-        begun = (tmp_path / "started").exists if what != "program" else lambda: len(family(job.pid)) == 4
-        assert eventually(lambda: begun() or job.poll() is not None)
-        suspend(job.pid, LIMIT_S + 2, parent_first=what == "rank")
-        time.sleep(2.5 if what == "rank" else 0.3)  # who counted the time now sees it
-        (tmp_path / "go").touch()
-        out, err = job.communicate()
-    assert json.loads(out.splitlines()[-1]) == [1.0, None], err
+JOBS = ("waits", "waits_async", "environment", "program", "rank")
+
+
+def stop_for_long(start: Callable[..., Any], what: str, folder: Path) -> Any:
+    """What a job prints that is stopped for longer than its limit."""
+    folder.mkdir()
+    (folder / "code.py").write_text(CODE)
+    job = start("-c", JOB, what, folder / "code.py")
+    begun = (folder / "started").exists if what != "program" else lambda: len(family(job.pid)) == 4
+    assert eventually(lambda: begun() or job.poll() is not None)
+    suspend(job.pid, LIMIT_S + 2, parent_first=what == "rank")
+    time.sleep(2.5 if what == "rank" else 0.3)  # who counted the time now sees it
+    (folder / "go").touch()
+    out, err = job.communicate()
+    return json.loads(out.splitlines()[-1]) if out else err
+
+
+def test_time_in_which_the_whole_job_was_stopped_is_not_counted(tmp_path: Path) -> None:
+    """All at once: most of the time they are stopped."""
+    with python_programs({}) as start, ThreadPoolExecutor(len(JOBS)) as pool:
+        ends = {what: pool.submit(stop_for_long, start, what, tmp_path / what) for what in JOBS}
+    assert {what: end.result() for what, end in ends.items()} == {what: [1.0, None] for what in JOBS}
 
 
 def test_an_alarm_that_time_did_not_bring_is_not_the_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +126,4 @@ def test_an_alarm_that_time_did_not_bring_is_not_the_verifiers(monkeypatch: pyte
 
     monkeypatch.setattr(math_verifier, "parse", parse)
     assert math_verifier.math(Problem("p", "", "4"), "$4$") == 1.0
+    assert not alarms
