@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -133,11 +134,15 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+def assert_refused(folder: Path, sentence: str) -> None:
+    for attempt in (RunLock(folder).take, partial(RunLock.check_free, folder)):
+        with pytest.raises(ValueError, match=sentence):
+            attempt()
+
+
 def test_a_second_run_is_refused_and_told_by_whom(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     before = (tmp_path / FILE).read_bytes()
-    for attempt in (lambda: RunLock(tmp_path).take(), lambda: RunLock.check_free(tmp_path)):
-        with pytest.raises(ValueError, match=rf"is in use by process {holder.pid} on .*, a run since 20.* UTC .*; wait until"):
-            attempt()
+    assert_refused(tmp_path, rf"is in use by process {holder.pid} on .*, a run since 20.* UTC .*; wait until")
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -190,8 +195,7 @@ def test_without_flock_the_process_decides(
 ) -> None:
     """As on a shared disk without it: no such disk is here, so the answer of such a one is planted."""
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with pytest.raises(ValueError, match=f"is in use by process {holder.pid}"):
-        RunLock(tmp_path).take()
+    assert_refused(tmp_path, f"is in use by process {holder.pid}")
     written = (tmp_path / FILE).read_text()
     change(tmp_path, born=json.loads(written)["born"] - 1)  # another process has the number now
     lock = RunLock(tmp_path)
@@ -216,9 +220,7 @@ def leave(folder: Path, *, silent_s: float, **changes: Any) -> None:
 
 def test_a_run_on_another_machine_is_refused_while_it_gives_signs_of_life(tmp_path: Path) -> None:
     leave(tmp_path, silent_s=100)
-    for attempt in (lambda: RunLock(tmp_path).take(), lambda: RunLock.check_free(tmp_path)):
-        with pytest.raises(ValueError, match=r"on node7, .*sign of life 1\d\d s ago.*start again in 180 s, or remove the file"):
-            attempt()
+    assert_refused(tmp_path, r"on node7, .*sign of life 1\d\d s ago.*start again in 180 s, or remove the file")
     leave(tmp_path, silent_s=SILENT_S + 5)
     lock = RunLock(tmp_path)
     assert lock.take().host == "node7"
@@ -254,10 +256,9 @@ def test_a_requeued_job_takes_the_lock_of_its_life_before(
     leave(tmp_path, silent_s=1, job=job if not job else "17", life=1)
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", life)
-    lock = RunLock(tmp_path)
     if taken:
+        lock = RunLock(tmp_path)
         assert lock.take().host == "node7"
         lock.release()
     else:
-        with pytest.raises(ValueError, match="sign of life"):
-            lock.take()
+        assert_refused(tmp_path, "sign of life")
