@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import re
 import tomllib
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -98,30 +99,28 @@ def is_ours(path: str) -> bool:
     return first in FOLDERS or (path.endswith((".py", ".cpp")) and (PACKAGE / first).is_dir())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_file_folder_function_and_test_that_is_named_exists(document: str) -> None:
-    missing = []
+def unknown_code(document: str) -> Iterator[str]:
+    """What a document names of files, folders, functions and tests that are not there."""
     for word in code_in(document):
         if re.fullmatch(rf"(?:{'|'.join(map(re.escape, FOLDERS))})(/[\w.-]+)+/?", word) and "NAME" not in word:
-            missing += [] if (ROOT / word).exists() else [word]
+            yield from [] if (ROOT / word).exists() else [word]
         match = FILE.fullmatch(word)
         if match is None or not is_ours(match["path"]):
             continue
         files = resolve(match["path"])
         if not files or (match["name"] and not any(match["name"] in names_in(file) for file in files)):
-            missing.append(word)
+            yield word
     tests = [span.lstrip(":").partition("[")[0] for span in spans_in(document) if re.fullmatch(r":?test_\w+(\[.*\])?", span)]
-    assert not [*missing, *(name for name in tests if name not in all_tests())]
+    yield from (name for name in tests if name not in all_tests())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_relative_link_leads_somewhere(document: str) -> None:
+def dead_links(document: str) -> Iterator[str]:
     targets = re.findall(r"\]\(([^)\s]+)\)", text_of(document))
     relative = [target for target in targets if not re.match(r"[a-z]+:", target)]
-    assert not [target for target in relative if not _leads_somewhere(ROOT / document, target)]
+    yield from (target for target in relative if not leads_somewhere(ROOT / document, target))
 
 
-def _leads_somewhere(document: Path, target: str) -> bool:
+def leads_somewhere(document: Path, target: str) -> bool:
     path, _, anchor = target.partition("#")
     file = (document.parent / path).resolve() if path else document
     if not anchor:
@@ -130,26 +129,32 @@ def _leads_somewhere(document: Path, target: str) -> bool:
     return anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_field_that_is_named_exists(document: str) -> None:
+@cache
+def fields() -> frozenset[str]:
     paths = [row.path.split(".") for row in schema_rows()]
-    known = {".".join(path[:length]) for path in paths for length in range(1, len(path) + 1)}
+    found = {".".join(path[:length]) for path in paths for length in range(1, len(path) + 1)}
     for owner, file in {"engine": "trainer/megatron/engine.py", "objective": "core/objective/compose.py"}.items():
-        known |= {f"{owner}.{name.rpartition('.')[2]}" for name in names_in(PACKAGE / file)}
+        found |= {f"{owner}.{name.rpartition('.')[2]}" for name in names_in(PACKAGE / file)}
+    return frozenset(found)
+
+
+def unknown_fields(document: str) -> Iterator[str]:
     pattern = re.compile(rf"((?:{'|'.join(RunConfig.model_fields)})(?:\.[a-z]\w*)+)([=(].*)?")
     named = [match[1] for word in code_in(document) if (match := pattern.fullmatch(word))]
     named = [re.sub(r"^(evaluate\.sets|teachers)\.\w+", r"\1.NAME", name) for name in named]
     files = re.compile(r".*\.(py|json|jsonl|parquet|yaml|safetensors|sqsh)")
-    assert not [name for name in named if name not in known and not files.fullmatch(name)]
+    yield from (name for name in named if name not in fields() and not files.fullmatch(name))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_name_of_the_package_can_be_imported(document: str) -> None:
-    for name in {word for word in code_in(document) if re.fullmatch(r"tepo_megatron(\.\w+)+", word)}:
-        if name not in NAMED_AS_ABSENT:
+def unknown_modules(document: str) -> Iterator[str]:
+    for name in {word for word in code_in(document) if re.fullmatch(r"tepo_megatron(\.\w+)+", word)} - NAMED_AS_ABSENT:
+        try:
             pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            yield name
 
 
+@cache
 def commands() -> dict[str, frozenset[str]]:
     """``tepo``'s commands, each with its own sub-commands."""
     import typer.main
@@ -160,16 +165,20 @@ def commands() -> dict[str, frozenset[str]]:
     return {name: frozenset(getattr(command, "commands", {})) for name, command in found.items()}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_command_that_is_named_exists(document: str) -> None:
-    known = commands()
+def unknown_commands(document: str) -> Iterator[str]:
     for line in lines_in(document):
         for previous, word, following in zip(line, line[1:], (*line[2:], ""), strict=False):
             if previous.rpartition("/")[2] == "tepo" and re.fullmatch(r"[a-z]+", word):
-                assert word in known
-                assert not (known[word] and following) or set(following.split("|")) <= known[word]
-            if previous == "make" and re.fullmatch(r"[a-z-]+", word):
-                assert re.search(rf"^{word}:", text_of("Makefile"), re.M)
+                below = commands().get(word)
+                if below is None or (below and following and not set(following.split("|")) <= below):
+                    yield f"tepo {word} {following}"
+            if previous == "make" and re.fullmatch(r"[a-z-]+", word) and not re.search(rf"^{word}:", text_of("Makefile"), re.M):
+                yield f"make {word}"
+
+
+@pytest.mark.parametrize("faults", [unknown_code, dead_links, unknown_fields, unknown_modules, unknown_commands])
+def test_whatever_a_document_names_exists(faults: Callable[[str], Iterator[str]]) -> None:
+    assert {document: unknown for document in DOCUMENTS if (unknown := list(faults(document)))} == {}
 
 
 def test_one_range_of_pythons_is_stated_everywhere() -> None:
