@@ -9,9 +9,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.runtime.files import LogFile, read_lines
 from tepo_megatron.runtime.run_lock import FILE, SILENT_S, RunLock
-from tests.support.processes import files_of_at_most
+from tests.support.processes import files_of_at_most, python_programs
 from tests.support.programs import TIMEOUT_S
 
 
@@ -119,19 +118,18 @@ def change(folder: Path, **changes: Any) -> None:
     (folder / FILE).write_text(json.dumps(json.loads((folder / FILE).read_text()) | changes))
 
 
-def hold(folder: Path) -> subprocess.Popen[str]:
-    """A process that takes the lock, or says why not, and lets go of it at the end of its input."""
-    command = [sys.executable, "-c", HOLD, str(folder)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts a process that takes the lock, or says why not, and releases it at the end of its input."""
+    with python_programs({}) as start:
+        yield lambda: start("-c", HOLD, tmp_path, stdin=subprocess.PIPE)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    process = hold(tmp_path)
+def holder(hold: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    process = hold()
     assert process.stdout.readline() == "taken\n"
-    yield process
-    process.kill()
-    process.communicate()
+    return process
 
 
 def assert_refused(folder: Path, sentence: str) -> None:
@@ -146,8 +144,8 @@ def test_a_second_run_is_refused_and_told_by_whom(holder: subprocess.Popen[str],
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    processes = [hold(tmp_path) for _ in range(4)]
+def test_of_runs_that_start_at_once_one_gets_the_folder(hold: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
+    processes = [hold() for _ in range(4)]
     said = [process.stdout.readline() for process in processes]
     assert said.count("taken\n") == 1
     assert all(line == "taken\n" or "is in use by" in line for line in said)
@@ -157,7 +155,7 @@ def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
-    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[[], subprocess.Popen[str]], holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between opening and locking one run ends, and another begins with a file of its own."""
     flock, others = fcntl.flock, []
@@ -165,18 +163,14 @@ def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
     def late(fd: int, mode: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
         holder.communicate("\n", timeout=TIMEOUT_S)
-        others.append(hold(tmp_path))
+        others.append(hold())
         assert others[0].stdout.readline() == "taken\n"
         flock(fd, mode)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    try:
-        with pytest.raises(ValueError, match="is in use by process"):
-            RunLock(tmp_path).take()
-        assert RunLock(tmp_path).holder().pid == others[0].pid
-    finally:
-        others[0].kill()
-        others[0].communicate()
+    with pytest.raises(ValueError, match="is in use by process"):
+        RunLock(tmp_path).take()
+    assert RunLock(tmp_path).holder().pid == others[0].pid
 
 
 def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str], tmp_path: Path) -> None:
