@@ -42,7 +42,10 @@ COMMANDS = """
 """
 
 
-def test_help_teaches_without_torch() -> None:
+def test_help_teaches_without_torch(tmp_path: Path) -> None:
+    """Nor do commands for checkpoints need it."""
+    for step in (2, 4, 6):
+        make_whole(tmp_path / "checkpoints", step)
     commands = [command.split() for command in COMMANDS.split(",")]
     probe = (
         "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli.main import app\n"
@@ -51,7 +54,10 @@ def test_help_teaches_without_torch() -> None:
         "    shown = ' '.join(result.output.split())\n"
         "    assert result.exit_code == 0, command\n"
         "    assert command in ([], ['config'], ['checkpoint']) or shown.count(' '.join(['tepo', *command])) > 1, command\n"
-        "    assert not {'torch', 'numpy', 'matplotlib', 'omegaconf'} & set(sys.modules), command"
+        "    assert not {'torch', 'numpy', 'matplotlib', 'omegaconf'} & set(sys.modules), command\n"
+        "for command in ('list', 'verify', 'prune'):\n"
+        f"    assert CliRunner().invoke(app, ['checkpoint', command, {str(tmp_path)!r}]).exit_code == 0, command\n"
+        "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     run_python("-c", probe)
 
