@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.markup import escape
 
 import tepo_megatron
-from tepo_megatron.cli.console import print_json, show_table
+from tepo_megatron.cli.console import print_json
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.reward import EnvironmentConfig
@@ -138,14 +137,6 @@ def test_a_text_prints_as_it_is_or_as_escapes(text: str, encoding: str) -> None:
     if "\\" not in text:
         back = json.loads(f'"{shown}"'.replace("\n", "\\n").replace("\t", "\\t")) if '"' not in text else text
         assert back.encode("utf-16", "surrogatepass") == text.encode("utf-16", "surrogatepass")
-
-
-@settings(max_examples=30)
-@given(text=texts, encoding=encodings)
-def test_tables_pass(text: str, encoding: str) -> None:
-    with written(encoding) as out:
-        show_table([escape(text), "b"], [["1", escape(text)]])
-    assert is_shown(out(), encoding)
 
 
 PRINTS = re.compile(
