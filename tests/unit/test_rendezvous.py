@@ -153,7 +153,7 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
 
 @pytest.mark.slow
 def test_ranks_of_a_dynamic_rendezvous_are_refused(start: Any, tmp_path: Path) -> None:
-    process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "waiting_rank", tmp_path)
+    process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "waiting_rank", tmp_path)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "write 'python -m tepo_megatron.runtime.torchrun' in place of 'torchrun'" in err
