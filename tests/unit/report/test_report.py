@@ -125,8 +125,7 @@ def test_settings_beside_each_other_say_what_is_not_the_default() -> None:
     assert rows["seed"] == {"path": "seed", "values": ["1", "2"], "differs": True, "usual": True}
     assert rows["reward.kwargs"]["values"] == ["{}", None]
     assert not rows["model.path"]["usual"]
-    for path, differs in {"optimizer.clip_grad": False, "model.path": False, "optimizer.lr": False}.items():
-        assert rows[path]["differs"] == differs
+    assert not any(rows[path]["differs"] for path in ("optimizer.clip_grad", "model.path", "optimizer.lr"))
     assert rows["optimizer.clip_grad"]["usual"]
     assert changes(first, second)[:2] == [("seed", "1", "2"), ("optimizer.clip_grad", "1", "1.0")]
 
@@ -278,10 +277,8 @@ def data(page: Path, name: str) -> Any:
 
 def test_nothing_in_the_page_is_run_or_loaded_but_its_own_script(tmp_path: Path) -> None:
     """What models write is base64 alone; the policy names the digests of script and style."""
-    folder, page = (
-        write_run(tmp_path / "run", steps=30, recorded=[30], hostile=True, settings={"name": HOSTILE}),
-        tmp_path / "a.html",
-    )
+    folder = write_run(tmp_path / "run", steps=30, recorded=[30], hostile=True, settings={"name": HOSTILE})
+    page = tmp_path / "a.html"
     write_report([folder], page)
     html = page.read_text()
     assert "onerror" not in html.replace("img src=x onerror=&quot;", "")  # the title, escaped
