@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,30 +36,23 @@ from tests.support.launch import run_dist
 from tests.support.programs import run_python
 from tests.support.random_models import draw_rollouts
 
-
-def recipe_setting(**changes: Any) -> RecipeSetting:
-    values = {"size": "tiny", "steps": 3, "sequences": 8, "length": 20, "dtype": "float32", "micro_batch_tokens": 100}
-    return RecipeSetting(**{**values, **changes})
-
-
-def step_setting(**changes: Any) -> StepSetting:
-    values = {"layouts": ("pp2",), "ratios": (3.0,), "size": "tiny", "sequences": 8, "mean_length": 16}
-    return StepSetting(**{**values, "micro_batch_tokens": 64, "repeats": 1, **changes})
+RECIPE = RecipeSetting("tiny", steps=3, sequences=8, length=20, dtype="float32", micro_batch_tokens=100)
+STEP = StepSetting(("pp2",), (3.0,), "tiny", sequences=8, mean_length=16, micro_batch_tokens=64, repeats=1)
 
 
 @pytest.mark.parametrize(
     ("setting", "arguments", "message"),
     [
-        (recipe_setting(size="2b"), [["none"]], "--size 2b is unknown; known: tiny, 1b, 8b"),
-        (recipe_setting(sequences=6), [["none"]], "--sequences 6 must be a multiple of 4"),
+        (replace(RECIPE, size="2b"), [["none"]], "--size 2b is unknown; known: tiny, 1b, 8b"),
+        (replace(RECIPE, sequences=6), [["none"]], "--sequences 6 must be a multiple of 4"),
         (ScoreSetting(2, "cpu", 1), [8, 7, "bf16"], "--vocab 7 cannot be split into 2 equal shards"),
         (ScoreSetting(2, "cpu", 1), [8, 8, "fp8"], "--dtype fp8 is unknown; give bf16, fp32 or both"),
         (ScoreSetting(99, "cuda", 1), [8, 8, "bf16"], "99 GPUs"),
-        (step_setting(size="2b"), ["none"], "--size 2b is unknown; known: tiny, small"),
-        (step_setting(layouts=("tq2",)), ["none"], "--layouts tq2 is not made of sizes such as tp2"),
-        (step_setting(ratios=(8.0,)), ["none"], "--ratios 8 is no longest length over the mean of 8 sequences"),
-        (step_setting(sequences=6), ["none"], "--sequences 6 must be a multiple of 4"),
-        (step_setting(), ["no-such-state"], "--before no-such-state is neither a folder nor a revision that git finds"),
+        (replace(STEP, size="2b"), ["none"], "--size 2b is unknown; known: tiny, small"),
+        (replace(STEP, layouts=("tq2",)), ["none"], "--layouts tq2 is not made of sizes such as tp2"),
+        (replace(STEP, ratios=(8.0,)), ["none"], "--ratios 8 is no longest length over the mean of 8 sequences"),
+        (replace(STEP, sequences=6), ["none"], "--sequences 6 must be a multiple of 4"),
+        (STEP, ["no-such-state"], "--before no-such-state is neither a folder nor a revision that git finds"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(setting: Any, arguments: list[Any], message: str) -> None:
@@ -88,7 +82,7 @@ def as_rank(rank: int, world: int, worker: Callable[..., Any], arguments: tuple[
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_recipe_repeated_gives_the_same_policy() -> None:
-    first, second = recipe_setting().run(["none", "none"])
+    first, second = RECIPE.run(["none", "none"])
     assert first.drift(second) == 0
     assert first.grad_norms == second.grad_norms
     # small random weights: every token is about as likely as any other
@@ -211,7 +205,7 @@ def test_scores_are_ratios_to_the_methods_of_the_same_shape_and_to_a_copys_bandw
 
 @pytest.mark.slow
 def test_ours_megatrons_and_an_older_state_compute_the_same() -> None:
-    results = step_setting().run(str(ROOT))
+    results = STEP.run(str(ROOT))
     assert [row.method for row in results] == [OURS, PACKED, ROWS, OLDER]
     ours, packed, rows, older = results
     assert older.losses == ours.losses
@@ -219,7 +213,7 @@ def test_ours_megatrons_and_an_older_state_compute_the_same() -> None:
     assert packed.losses == pytest.approx(ours.losses, abs=1e-5)
     assert rows.losses == pytest.approx(ours.losses, abs=1e-5)
     assert all(len(figures) == 1 for row in results for figures in (row.score_s, row.update_s))
-    assert {row.tokens for row in results} == {sum(step_setting().draw_lengths(3.0))}
+    assert {row.tokens for row in results} == {sum(STEP.draw_lengths(3.0))}
     assert all(row.peak_bytes > 0 for row in results)
 
 
@@ -238,11 +232,11 @@ class FakeWorld:
 def test_methods_that_do_not_compute_the_same_are_not_compared() -> None:
     same, other = (FakeWorld(1.0, [1.0] * 2, [3.0] * 2, losses) for losses in ([4.0, 4.0], [4.0, 4.002]))
     with pytest.raises(RuntimeError, match=r"tp2, longest/mean 3: .* they do not compute the same"):
-        step_setting(repeats=2).compare("tp2", 3.0, {OURS: same, PACKED: other})
+        replace(STEP, repeats=2).compare("tp2", 3.0, {OURS: same, PACKED: other})
 
 
 def test_ratios_are_medians_of_the_pairs_of_each_repeat() -> None:
-    setting = step_setting(repeats=3, ratios=(1.0,))
+    setting = replace(STEP, repeats=3, ratios=(1.0,))
     ours = FakeWorld(2.0**20, [1.0, 1.0, 2.0], [1.0, 2.0, 2.0], [4.0] * 3)
     other = FakeWorld(2.0**21, [1.0, 1.0, 1.0], [2.0, 2.0, 1.0], [4.0] * 3)
     (table,) = setting.report(setting.compare("tp2", 1.0, {OURS: ours, PACKED: other}), "none").tables
@@ -254,7 +248,7 @@ def test_ratios_are_medians_of_the_pairs_of_each_repeat() -> None:
 
 @given(st.integers(2, 60).map(lambda groups: 4 * groups), st.floats(1, 7), st.integers(64, 512))
 def test_lengths_have_the_ratio_that_was_asked_for(sequences: int, ratio: float, mean: int) -> None:
-    lengths = step_setting(sequences=sequences, mean_length=mean).draw_lengths(ratio)
+    lengths = replace(STEP, sequences=sequences, mean_length=mean).draw_lengths(ratio)
     assert len(lengths) == sequences
     assert min(lengths) > 4  # the prompt
     assert max(lengths) == pytest.approx(ratio * mean, abs=1)
@@ -263,15 +257,15 @@ def test_lengths_have_the_ratio_that_was_asked_for(sequences: int, ratio: float,
 
 def test_an_older_state_is_a_revision_as_it_was_committed_or_a_folder_that_has_what_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--before .* has no package tepo_megatron"):
-        step_setting().run(str(tmp_path))
+        STEP.run(str(tmp_path))
     package = tmp_path / "tepo_megatron"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('an old state that does not start')")
     with pytest.raises(ValueError, match=r"--before .* is from before the package's folders moved"):
-        step_setting().run(str(tmp_path))
+        STEP.run(str(tmp_path))
     with (
         pytest.raises(RuntimeError, match="tp1: rank 0 ended with exit code 1: RuntimeError: an old state that does not start"),
-        step_setting().start(tmp_path, tmp_path, "tp1") as world,
+        STEP.start(tmp_path, tmp_path, "tp1") as world,
     ):
         world.step(OURS, 3.0, memory=False)
     if not subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
