@@ -251,7 +251,7 @@ PAGES = {"evidence": page_text, "evidence-second": second_page.page_text, "disti
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_what_the_command_makes_of_the_metrics_that_are_kept(page: str) -> None:
+def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept(page: str) -> None:
     """No number of a table was put in by hand."""
     assert (ROOT / f"docs/results/{page}.md").read_text() == PAGES[page](ROOT)
 
