@@ -138,11 +138,8 @@ def test_a_damaged_file_or_folder_of_one_run_leaves_the_others(tmp_path: Path, m
     ended = Sweep(sweep, runs_of(sweep), say=lines.append).run()
     assert [one.outcome for one in ended] == ["done", "failed", "done"]
     assert "seed1.log" in ended[1].said
-    assert [(line.partition(" ")[0], " left" in line) for line in lines[1:]] == [
-        ("[1/3]", True),
-        ("[2/3]", True),
-        ("[3/3]", False),
-    ]
+    assert [line.partition(" ")[0] for line in lines[1:]] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert [" left" in line for line in lines[1:]] == [True, True, False]
 
 
 def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
