@@ -57,24 +57,20 @@ def test_a_resumed_run_forgets_what_came_after_the_checkpoint_and_samples_withou
     output.close()
 
 
-@pytest.mark.parametrize(("rows", "runs"), [(0, 1), (0, 3), (4, 2)])
-def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_the_old_rows(
-    rows: int, runs: int, tmp_path: Path
-) -> None:
-    for _ in range(runs):
+def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_the_old_rows(tmp_path: Path) -> None:
+    for _ in range(3):
         output, _ = open_output(tmp_path, train={"resume": "auto"})
-        assert not output.resumes
-        assert output.last_step is None
-        for step in range(rows + 1):
+        assert (output.resumes, output.last_step) == (False, None)
+        for step in range(5):
             output.write_row(step, {})
         output.write_samples(0, [{"text": "a"}])
         output.close()
     for kind in ("metrics", "samples"):
-        old = [tmp_path / f"{kind}.jsonl", *(tmp_path / f"{kind}.before-{number}.jsonl" for number in range(1, runs))]
-        assert sorted(tmp_path.glob(f"{kind}*")) == sorted(old)
+        files = sorted(path.name for path in tmp_path.glob(f"{kind}*"))
+        assert files == [f"{kind}.before-1.jsonl", f"{kind}.before-2.jsonl", f"{kind}.jsonl"]
     make_whole(tmp_path / "checkpoints", 1)
     output, _ = open_output(tmp_path, train={"resume": "auto"})
-    assert (output.resumes, output.last_step) == (True, rows)
+    assert (output.resumes, output.last_step) == (True, 4)
     output.close()
 
 
