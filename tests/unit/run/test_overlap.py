@@ -34,17 +34,14 @@ class Run:
     def __init__(
         self, output: Path, k: int = 1, state: Any = None, journal: bool = False, filters: Any = None, **train: Any
     ) -> None:
-        document: dict[str, Any] = {
-            "output": str(output),
-            "rollout": {"prompts_per_step": B, "samples_per_prompt": 2, "journal": journal, "uncorrected": True},
-            "train": {"minibatches": 2, "schedule": "overlap", "max_staleness": k, **train},
-        }
-        document["rollout"]["filter_groups"] = filters
+        rollout = {"prompts_per_step": B, "samples_per_prompt": 2, "uncorrected": True, "journal": journal}
+        rollout["filter_groups"] = filters
+        train = {"minibatches": 2, "schedule": "overlap", "max_staleness": k, **train}
+        config = RunConfig.model_validate({"output": str(output), "rollout": rollout, "train": train})
         self.servers, verifiers = FakeServers(), FakeVerifiers(0, lambda problem, text: 1.0)
-        self.schedule = collector(RunConfig.model_validate(document), PROBLEMS, verifiers, self.servers, say=print)
-        self.version = 0
+        self.schedule = collector(config, PROBLEMS, verifiers, self.servers)
+        self.version = 0 if state is None else state["step"]
         if state is not None:
-            self.version = state["step"]
             self.schedule.restore(state)
         self.trained(0)
 
@@ -59,8 +56,8 @@ class Run:
         return [number for number, _, _ in self.servers.asked]
 
     def finish_all(self) -> None:
-        """What is asked for now finishes, with the present weights."""
-        for number in {number for number, _, _ in list(self.servers.asked)}:
+        """Once there are the first two steps' requests, each finishes with the present weights."""
+        for number in set(self.asked(2 * B)):
             self.servers.finish(number, (0, self.version))
 
     def collect(self) -> list[Rollout]:
@@ -125,8 +122,7 @@ def test_the_servers_run_ahead_by_so_many_steps_and_no_further(k: int, make: Any
 
 def test_no_more_is_sampled_than_the_run_will_train_on(make: Any) -> None:
     run = make(4, steps=2)
-    rollouts = collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
-    assert len(rollouts) == 2 * B
+    assert len(collect_later(run, run.finish_all)) == 2 * B
     run.trained()
     assert len(run.collect()) == 2 * B
     run.trained()
@@ -135,7 +131,7 @@ def test_no_more_is_sampled_than_the_run_will_train_on(make: Any) -> None:
 
 def test_nothing_is_sampled_with_weights_that_are_undone(make: Any) -> None:
     run = make(steps=100)
-    collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
+    collect_later(run, run.finish_all)
     run.trained()
     asked = len(run.asked(3 * B))
     run.schedule.go_back()
@@ -148,14 +144,14 @@ def test_nothing_is_sampled_with_weights_that_are_undone(make: Any) -> None:
 def test_a_run_that_goes_back_while_it_reads_the_journal_draws_others(make: Any) -> None:
     run = make(steps=100, journal=True)
     state = run.state()
-    first = problems(collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1]))
+    first = problems(collect_later(run, run.finish_all))
     run.schedule.close()
     again = make(state=state, steps=100, journal=True)
     assert problems(again.collect()) == first
     again.schedule.go_back()
     again.trained(0)
     assert again.schedule._find(0, ()) is None
-    other = problems(collect_later(again, lambda: (again.asked(2 * B), again.finish_all())[1]))
+    other = problems(collect_later(again, again.finish_all))
     assert not set(other) & set(first)
 
 
@@ -227,7 +223,7 @@ def test_what_is_too_old_and_complete_at_the_last_moment_is_dropped(make: Any) -
 
 def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
     run = make(1, steps=100)
-    collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
+    collect_later(run, run.finish_all)
     run.trained()
     run.asked(3 * B)
     run.servers.fail(ValueError("a prompt is empty"))
@@ -236,7 +232,7 @@ def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
         run.collect()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     k=st.sampled_from([1, 2]),
     ends=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["saved", "given up", "killed"])), min_size=1, max_size=3),
