@@ -70,7 +70,7 @@ CHOICES: Any = st.tuples(
 """prompts_per_step, samples_per_prompt, oversample, max_batches, partial"""
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     chosen=CHOICES, order=st.integers(0, 10**6), chance=st.sampled_from([0.3, 0.5, 0.9]), schedule=st.sampled_from([*SCHEDULES])
 )
@@ -111,7 +111,7 @@ def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
         assert len(fleet.asked) == STEPS * n * g
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     order=st.integers(0, 10**6),
     dies_after=st.integers(0, 40),
@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_in_mid_batch_goes_on_and_draws_nothing_twice(
     assert set(groups_on_disk(run.output)) == {each["number"] for each in resumed.state().get("carried", ())}
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     order=st.integers(0, 10**6), dies_after=st.integers(0, 30), partial=st.booleans(), schedule=st.sampled_from([*SCHEDULES])
 )
@@ -323,32 +323,24 @@ def test_a_server_that_dies_is_no_fault_of_the_function_and_the_step_is_repeated
     of.close()
 
 
+def draw(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
+    return [rollout for group in sampler.sample(problems) for rollout in group]
+
+
 def test_what_has_no_reward_gets_one_and_a_reward_of_ones_own_stays(tmp_path: Path) -> None:
-    def mine(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
-        groups = sampler.sample([replace(problem, prompt="qq") for problem in problems])  # another prompt, the same problem
-        return [replace(rollout, reward=9.0 if at == 0 else None) for group in groups for at, rollout in enumerate(group)]
-
-    of = run_of(tmp_path, mine, FakeFleet(0))
-    rewards = [rollout.reward for rollout in of.collect(0)]
-    assert rewards[::2] == [9.0] * 3
-    assert max(rewards[1::2]) < 9.0
-    assert of._task.scored == 3
-
-
-def test_a_verifier_that_fails_gives_the_function_no_reward(tmp_path: Path) -> None:
-    """Whatever reward.failed_reward is: the run asks again, and counts what fails."""
-    rewards: list[Any] = []
+    """A verifier that fails gives the function none, whatever reward.failed_reward is: the run asks again."""
+    given: list[float | None] = []
 
     def mine(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
-        rollouts = [rollout for group in sampler.sample(problems) for rollout in group]
-        rewards.extend(rollout.reward for rollout in sampler.reward(rollouts))
-        return rollouts
+        drawn = draw([replace(problem, prompt="qq") for problem in problems], sampler)  # another prompt, the same problem
+        given.extend(rollout.reward for rollout in sampler.reward(drawn))
+        return [replace(rollout, reward=None if at % 2 else 9.0) for at, rollout in enumerate(drawn)]
 
     of = run_of(tmp_path, mine, FakeFleet(0))
-    failed = RewardResult(-1.0, "the judge does not answer")
-    of._task._result = lambda problem, text: failed if not rewards else RewardResult(1.0)
-    of.collect(0)
-    assert rewards == [None] * 6
+    of._task._result = lambda *_: RewardResult(1.0) if given else RewardResult(-1.0, "the judge does not answer")
+    assert [rollout.reward for rollout in of.collect(0)] == [9.0, 1.0] * 3
+    assert given == [None] * 6
+    assert of._task.scored == 6 + 3
 
 
 def test_a_changed_prompt_is_asked_and_judged_also_where_prompts_are_messages(tmp_path: Path) -> None:
@@ -356,7 +348,7 @@ def test_a_changed_prompt_is_asked_and_judged_also_where_prompts_are_messages(tm
     judged: list[Any] = []
 
     def mine(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
-        return [each for group in sampler.sample([replace(it, prompt="changed") for it in problems]) for each in group]
+        return draw([replace(problem, prompt="changed") for problem in problems], sampler)
 
     fleet = FakeFleet(0)
     run = config(tmp_path, schedule="sync", collect="mine.py:best")
@@ -397,7 +389,7 @@ def spoiled(**changes: Any) -> Any:
 )
 def test_what_cannot_be_trained_on_is_refused_with_a_sentence(how: Any, says: str, tmp_path: Path) -> None:
     def mine(problems: Sequence[Problem], sampler: StepSampler) -> Any:
-        return how([rollout for group in sampler.sample(problems) for rollout in group])
+        return how(draw(problems, sampler))
 
     of = run_of(tmp_path, mine, FakeFleet(0))
     with pytest.raises(RuntimeError, match=says) as caught:
@@ -416,7 +408,6 @@ def test_it_is_loaded_by_name_or_as_it_is(tmp_path: Path) -> None:
     assert load_collect(RunConfig()) is None
     for name, says in (
         (f"{tmp_path}/mine.py:value", "cannot be called: it is int"),
-        (f"{tmp_path}/mine.py:none", "has no function none"),
         ("(python):mine", r"give it again, tepo_megatron.train\(…, collect=…\)"),
     ):
         with pytest.raises(ValueError, match=says):
