@@ -325,9 +325,7 @@ def test_the_canary_looks_at_what_the_present_weights_drew_only() -> None:
         ([], 1, "places in order from 0"),
     ],
 )
-def test_a_record_of_older_weights_than_a_schedule_allows_is_refused(
-    spans: list[tuple[int, int]], stalest: int, message: str
-) -> None:
+def test_a_record_of_too_old_weights_is_refused(spans: list[tuple[int, int]], stalest: int, message: str) -> None:
     check_rollouts(Path("r"), [rollout(0, [(0, 3), (1, 4)], 2)], step=4, prompts=1, samples=1, stalest=1)
     with pytest.raises(ValueError, match=message):
         check_rollouts(Path("r"), [rollout(0, spans, 2)], step=4, prompts=1, samples=1, stalest=stalest)
