@@ -61,9 +61,7 @@ def test_shares_are_of_groups_and_rewards_of_responses() -> None:
 
 
 @given(update=st.floats(0, 100), save=st.none() | st.floats(0, 100), left=st.floats(0, 200))
-def test_a_step_is_finished_where_its_updates_and_a_checkpoint_fit_twice(
-    update: float, save: float | None, left: float
-) -> None:
+def test_a_step_is_finished_if_updates_and_a_save_fit_twice(update: float, save: float | None, left: float) -> None:
     stopping = Stopping(saved_step=0, signals=SimpleNamespace(seconds_left=lambda: left))  # type: ignore[arg-type]
     assert not stopping.update_fits()  # nobody knows how long the first updates take
     stopping.seconds = {"update": update} | ({} if save is None else {"save": save})
@@ -101,7 +99,7 @@ def rollouts(count: int) -> list[Rollout]:
     return [rollout(f"p{at // 2}", at // 2, float(at % 2), (4, 5 + at)) for at in range(count)]
 
 
-def guard_of(allowed: int, minibatches: int = 2, epochs: int = 1) -> tuple[SkippedUpdates, dict[int, Any]]:
+def guard_of(allowed: int, **train: int) -> tuple[SkippedUpdates, dict[int, Any]]:
     """Also returns what it keeps: the entries of each step."""
     entries: dict[int, Any] = {}
 
@@ -109,9 +107,7 @@ def guard_of(allowed: int, minibatches: int = 2, epochs: int = 1) -> tuple[Skipp
         entries[step] = skipped
         return Path("out/skipped/step.json")
 
-    config = RunConfig.model_validate(
-        {"seed": 5, "train": {"max_skipped": allowed, "minibatches": minibatches, "epochs_per_batch": epochs}}
-    )
+    config = RunConfig.model_validate({"seed": 5, "train": {"max_skipped": allowed, "minibatches": 2, **train}})
     return SkippedUpdates(config, keep, lambda value: value), entries
 
 
@@ -150,7 +146,7 @@ def test_the_sentence_names_the_first_cause_and_an_entry_the_rollouts_of_its_min
 
 
 def test_a_second_pass_skips_the_mini_batches_of_the_first() -> None:
-    guard, entries = guard_of(3, minibatches=2, epochs=2)
+    guard, entries = guard_of(3, epochs_per_batch=2)
     guard.check(4, pack(rollouts(7)), [SKIPPED, MADE, SKIPPED, SKIPPED])
     assert [entry["minibatch"] for entry in entries[4]] == [0, 0, 1]
     assert entries[4][0]["rollouts"] == entries[4][1]["rollouts"] != entries[4][2]["rollouts"]
@@ -203,9 +199,7 @@ def test_a_resumed_watch_has_the_values_of_its_metric_alone() -> None:
 def test_a_metric_that_is_missing_is_a_mistake_unless_the_step_was_skipped() -> None:
     guard = Rollback(TrainConfig(save_every=1, rollback={"metric": "kl/reference", "above": 1.0}))
     assert guard.reason({"loss": float("nan"), "update/skipped": 4.0}) == ""
-    with pytest.raises(
-        ValueError, match=r"train.rollback.metric = kl/reference is no column of a step; there are grad_norm, loss"
-    ):
+    with pytest.raises(ValueError, match="metric = kl/reference is no column of a step; there are grad_norm, loss"):
         guard.reason({"loss": 1.0, "grad_norm": 1.0})
     assert Rollback(TrainConfig()).reason({}) == ""
 
