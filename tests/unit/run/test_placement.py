@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ TWO_NODES = Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=16)
 ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
 
 
-OVERLAP = {"train": {"schedule": "overlap"}, "objective": {"mismatch": {"kind": "truncate"}}}
+OVERLAP: dict[str, Any] = {"train": {"schedule": "overlap"}, "objective": {"mismatch": {"kind": "truncate"}}}
 
 
 def config(server: dict[str, Any], platform: str = "auto", *, threads: Any = None, overlap: bool = False) -> RunConfig:
@@ -87,6 +88,7 @@ def test_checkpoints_are_written_beside_training_on_gpus_whose_hosts_have_room(
         ({"placement": "colocated", "tp": 2, "count": 3}, NODE, "auto", r"2 × 3 workers do not fit on the GPUs of 4 trainer"),
         ({"tp": 4, "count": 2}, NODE, "auto", r"uses 4 GPUs and the servers .* 8 others, but this machine has 8"),
         ({}, ONE_GPU, "auto", r"share them with rollout.server.placement = colocated"),
+        ({}, LAPTOP, "cuda", r"engine\.platform = cuda, but torch .* sees no GPU"),
     ],
 )
 def test_what_a_machine_cannot_do_is_refused(server: dict[str, Any], machine: Machine, platform: str, message: str) -> None:
@@ -116,11 +118,6 @@ def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them
     assert Placement(config(server, threads=threads, overlap=overlap), LAPTOP).trainer_threads(range(8)) == expected
 
 
-def test_a_gpu_that_is_missing_is_refused_before_servers_start() -> None:
-    with pytest.raises(ValueError, match=r"engine\.platform = cuda, but torch .* sees no GPU"):
-        Placement(RunConfig.model_validate({"engine": {"platform": "cuda"}}), LAPTOP).check()
-
-
 def test_threads_that_cannot_act_are_refused() -> None:
     placement = Placement(config({}, threads="auto"), NODE)
     with pytest.raises(ValueError, match=r"engine.cpu_threads = auto acts where the trainer runs on a CPU, and it runs on"):
@@ -130,17 +127,13 @@ def test_threads_that_cannot_act_are_refused() -> None:
 
 
 def test_the_watch_allows_for_the_time_limits_of_what_a_phase_waits_for() -> None:
-    plain: dict[str, Any] = {
-        "reward": {"timeout_s": 40.0, "workers": 2},
-        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4},
-    }
-    usual = phase_limits(RunConfig.model_validate(plain))
-    assert usual["reward"] == 8 * 40 / 2
-    ahead = phase_limits(
-        RunConfig.model_validate(
-            {**plain, "train": {"schedule": "overlap"}, "rollout": {**plain["rollout"], "uncorrected": True}}
+    def limits(**sections: Any) -> Mapping[str, float]:
+        rollout = {"prompts_per_step": 2, "samples_per_prompt": 4}
+        return phase_limits(
+            RunConfig.model_validate({"reward": {"timeout_s": 40.0, "workers": 2}, "rollout": rollout, **sections})
         )
-    )
+
+    usual, ahead, played = limits(), limits(**OVERLAP), limits(environment={"name": "calculator", "timeout_s": 700.0})
+    assert usual["reward"] == 8 * 40 / 2
     assert ahead["rollout"] == usual["rollout"] + usual["reward"]
-    played = phase_limits(RunConfig.model_validate({**plain, "environment": {"name": "calculator", "timeout_s": 700.0}}))
     assert {name: played[name] - usual[name] for name in ("rollout", "eval")} == {"rollout": 700.0, "eval": 700.0}
