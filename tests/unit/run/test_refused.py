@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,6 @@ def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None
 @pytest.mark.parametrize(
     "overrides",
     [
-        [OVERLAP, FREE, "model.lora.serve=adapter"],
-        [OVERLAP, FREE, "rollout.oversample=1.5", "rollout.partial=true"],
         [OVERLAP, "train.max_staleness=4", "objective.preset=decoupled_ppo"],
         ["log.token_samples=2", "train.steps=10"],
         [GDPO, "reward.weights={a: 1, b: 1}"],
@@ -148,13 +147,19 @@ STEPS, SHORT = 3, "rollout.sampling.max_new_tokens=16"
 
 
 @pytest.fixture
-def replaying(tmp_path: Path) -> Callable[..., RunConfig]:
-    """Makes runs that replay what is in ``recorded``, changed by overrides."""
+def make(few_problems: Path) -> Callable[..., RunConfig]:
+    """Makes runs with few problems, changed by overrides."""
+    data = (f"data.train={few_problems}", "data.heldout=null", "evaluate.every=0")
+    return lambda *overrides: load_run(None, [*data, SHORT, *overrides])
+
+
+@pytest.fixture
+def replaying(make: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., RunConfig]:
+    """Makes runs that replay what is in ``recorded``."""
     for step in range(STEPS):
         write_rollouts(tmp_path / "recorded", step, rollouts(step))
-    size = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", SHORT, f"train.steps={STEPS}", "train.minibatches=2")
-    run = (*size, f"rollout.replay={tmp_path}/recorded", f"output={tmp_path}/out", "evaluate.every=0")
-    return lambda *overrides: load_run(None, [*run, *overrides])
+    size = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", f"train.steps={STEPS}", "train.minibatches=2")
+    return partial(make, *size, f"rollout.replay={tmp_path}/recorded", f"output={tmp_path}/out")
 
 
 def rollouts(step: int) -> list[Rollout]:
@@ -225,24 +230,19 @@ def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(r
     ("changes", "tied", "message"),
     [
         ({"lm_head.weight": None}, False, r"has no lm_head.weight to fuse.*a reward or embedding model"),
-        ({"lm_head.bias": (61,)}, False, r"engine.head = fused has no place for a bias, and \S+ has lm_head.bias"),
+        ({"lm_head.bias": torch.zeros(61)}, False, r"engine.head = fused has no place for a bias, and \S+ has lm_head.bias"),
         ({}, False, None),
         ({}, True, None),
     ],
     ids=["none", "with a bias", "its own", "tied"],
 )
 def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
-    changes: dict[str, tuple[int, ...] | None], tied: bool, message: str | None, tmp_path: Path
+    changes: dict[str, torch.Tensor | None], tied: bool, message: str | None, tmp_path: Path
 ) -> None:
     write_llama(tmp_path, tie_word_embeddings=tied)
     shutil.copy(resolve_model_path("builtin:tiny") / "tokenizer.model", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name, shape in changes.items():
-        if shape is None:
-            del tensors[name]
-        else:
-            tensors[name] = torch.zeros(shape)
-    save_file(tensors, tmp_path / "model.safetensors")
+    tensors = {**load_file(tmp_path / "model.safetensors"), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
     servers = {"server": {"placement": "external", "registry": str(tmp_path)}}  # heads too small for a server here
     document = {"model": {"path": str(tmp_path)}, "output": str(tmp_path / "out"), "rollout": servers}
     check_model(RunConfig.model_validate({**document, "engine": {"head": "logits"}}))
@@ -257,24 +257,24 @@ def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (5000, r"exceed the 256 tokens that the model takes; lower max_new_tokens to 249 or less$"),
-        (253, r"the model takes; lower max_new_tokens to 249 or less, or set data.max_prompt_tokens=3$"),
+        (5000, r"exceed the 256 tokens that the model takes; lower max_new_tokens to 248 or less$"),
+        (253, r"the model takes; lower max_new_tokens to 248 or less, or set data.max_prompt_tokens=3$"),
     ],
 )
-def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_with_what_would_fit(new: int, message: str) -> None:
+def test_a_response_that_leaves_no_room_for_its_prompt_is_refused(new: int, message: str, make: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        read(load_run(None, [f"rollout.sampling.max_new_tokens={new}"]))
+        read(make(f"rollout.sampling.max_new_tokens={new}"))
 
 
-def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(Tokenizer, "check_served", lambda _self, texts, words: seen.extend([*texts, *words]))
-    read(load_run(None, [SHORT]))
+    read(make())
     assert not seen
-    read(load_run(None, [SHORT, 'rollout.sampling.stop=["\\n"]']))
+    read(make('rollout.sampling.stop=["\\n"]'))
     assert seen
     seen.clear()
-    read(load_run(None, [SHORT, 'rollout.sampling.bad_words=["never"]', "rollout.sampling.top_k=5"]))
+    read(make('rollout.sampling.bad_words=["never"]', "rollout.sampling.top_k=5"))
     assert seen[0].endswith("=")
     assert seen[1].isdecimal()
     assert seen[-1] == "never"
@@ -296,9 +296,7 @@ def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) 
     assert notice == f"{tmp_path}/a.jsonl: 1 problems whose own answer last_word refuses: no response solves them"
 
 
-def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_four_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Path(shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model"))
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 8, "head_dim": 16}))
