@@ -45,38 +45,36 @@ class Told(Callback):
         self._told("on_step_end", step)
 
 
-@pytest.mark.parametrize(
-    ("hook", "error"), [("on_rollouts", Stop()), ("on_step_end", ValueError("broken")), ("on_step_end", SystemExit(3))]
-)
-def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: BaseException, reference_run: Any) -> None:
-    """Also where no checkpoint was due. A step whose rollouts end the run is trained, and other callbacks hear of it."""
-    other = Told()
-    run = reference_run({"train": {"steps": 5, "save_every": 0}}, callbacks=[Told(hook, 2, error), other]).run()
+@pytest.mark.parametrize(("hook", "error"), [("on_rollouts", Stop()), ("on_step_end", ValueError("no such thing"))])
+def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: Exception, reference_run: Any) -> None:
+    """Also where no checkpoint was due. A step whose rollouts end the run is trained, and other callbacks hear of it. An error
+    becomes one sentence, and no callback is called again.
+    """
+    first, second = Told(hook, 2, error), Told()
+    run = reference_run({"train": {"steps": 5, "save_every": 0}}, callbacks=[first, second]).run()
     assert [row["step"] for row in run.rows] == [0, 1, 2]
     assert run.noted("save ") == ["save 2"]
     assert run.loop.stopping.saved_step == 2
-    assert not run.loop.rank0.callbacks.go_on
+    callbacks, steps = run.loop.rank0.callbacks, [(hook, step) for step in (1, 2) for hook in ("on_rollouts", "on_step_end")]
+    assert not callbacks.go_on
+    assert first.calls == [("on_run_begin", 0), ("on_step_end", 0), *steps]
     if isinstance(error, Stop):
-        assert other.calls[-1] == ("on_step_end", 2)
-        assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 2: it gave no reason"
-
-
-def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference_run: Any) -> None:
-    first, second = Told("on_step_end", 1, ValueError("no such thing")), Told()
-    run = reference_run({"train.steps": 5}, callbacks=[first, second]).run()
-    assert first.calls == [("on_run_begin", 0), ("on_step_end", 0), ("on_rollouts", 1), ("on_step_end", 1)]
+        assert second.calls == first.calls
+        assert callbacks.stopped == "Told ended the run at step 2: it gave no reason"
+        return
     assert second.calls == first.calls[:-1]
     with pytest.raises(RuntimeError) as caught:
-        run.loop.rank0.callbacks.raise_failure(saved_step=run.loop.stopping.saved_step)
+        callbacks.raise_failure(saved_step=2)
     assert is_ours(caught.value)
     begin, _, rest = str(caught.value).partition(f" ({__file__}:")
-    assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 1"
-    assert rest.endswith("; the newest checkpoint is step_000001: continue with the same command and --resume")
+    assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 2"
+    assert rest.endswith("; the newest checkpoint is step_000002: continue with the same command and --resume")
 
 
 def test_a_run_that_cannot_begin_does_not() -> None:
     for error, says in (
         (KeyError("x"), "raised KeyError: 'x' in on_run_begin"),
+        (SystemExit(3), "raised SystemExit: 3 in on_run_begin"),
         (Stop("now"), "ended the run at step 0: now;"),
     ):
         with pytest.raises(RuntimeError, match=says):
@@ -209,7 +207,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0$"
 VALUE = st.one_of(TEXT, st.integers(-9, 9), st.floats(-1e9, 1e9), st.booleans(), st.none())
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @example(kwargs={"text": ["\x85", "\u2028", "🙂", "1e5", "no", "null", "a: b", "\\n", '"', "~"]}, lr=1e-6)
 @given(kwargs=st.dictionaries(TEXT, VALUE, max_size=3), lr=st.floats(1e-9, 1e-2))
 def test_settings_are_taken_as_the_values_that_they_are(kwargs: dict[str, Any], lr: float) -> None:
@@ -275,9 +273,7 @@ def test_a_folder_with_a_run_is_refused_with_the_arguments_to_give(tmp_path: Pat
     assert "start again (overwrite=True)" in str(caught.value)
 
 
-def test_a_function_goes_by_a_name_under_which_another_process_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_goes_by_a_name_that_another_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(reward=last_word)[0].reward.verifier == "tepo_megatron.tasks.reward.verifiers:last_word"
     (tmp_path / "own_rewards.py").write_text("def near(problem, response):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
