@@ -47,7 +47,7 @@ keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size
 rows = st.lists(st.dictionaries(keys, st.floats(allow_nan=True, allow_infinity=True), max_size=4), max_size=5)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(rows=rows)
 def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
     rows: list[dict[str, float]], tmp_path_factory: pytest.TempPathFactory
