@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -125,15 +125,20 @@ def test_rollouts_of_other_weights_or_prompts_are_not_taken(changes: dict[str, A
     assert find(first, identity(first, **changes)) is None
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Journal, Said, bytes]:
+    """A journal with an entry, what it says, and the entry's file."""
+    said = Said()
+    one = journal(tmp_path_factory.mktemp("run"), said)
+    one.write(STEP, rollouts(), identity(one), 1)
+    return one, said, record_path(one.folder, STEP).read_bytes()
+
+
 @given(data=st.data())
-@settings(deadline=None, max_examples=30)
-def test_a_damaged_entry_is_never_taken(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_damaged_entry_is_never_taken(data: st.DataObject, written: tuple[Journal, Said, bytes]) -> None:
     """Any byte changed, any piece cut out: then the step is sampled again, and that is said."""
-    folder, said = tmp_path_factory.mktemp("run"), Said()
-    first = journal(folder, said)
-    first.write(STEP, rollouts(), identity(first), 1)
-    path = record_path(folder / "journal", STEP)
-    whole = path.read_bytes()
+    first, said, whole = written
+    path = record_path(first.folder, STEP)
     at = data.draw(st.integers(0, len(whole) - 1))
     length = data.draw(st.integers(0, 40))
     put = data.draw(st.binary(max_size=2))
@@ -142,7 +147,7 @@ def test_a_damaged_entry_is_never_taken(data: st.DataObject, tmp_path_factory: p
     found = find(first, identity(first))
     if found is None:
         assert damaged != whole
-        assert f"{path}" in said[-1]
+        assert str(path) in said[-1]
         assert said[-1].startswith("step 3 is sampled again")
     else:  # no damage to what it says, such as a blank for a blank
         assert found == Record(rollouts(), identity(first), 1)
@@ -164,9 +169,7 @@ def test_records_are_kept_beside_it_without_a_second_copy(kept: bool, tmp_path: 
         assert names(tmp_path / "journal") == ["step_0000003.jsonl"]
 
 
-def test_entries_are_kept_from_the_oldest_checkpoint_on_and_up_to_a_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_are_kept_since_the_oldest_checkpoint_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = journal(tmp_path)
 
     def write(*steps: int) -> list[int]:
@@ -216,7 +219,6 @@ def test_a_writer_that_is_killed_within_a_write_leaves_the_older_entry(room: int
 
 OVERLAP = {"train": {"steps": 2, "save_every": 1, "schedule": "overlap"}, "rollout.uncorrected": True}
 SYNC: dict[str, Any] = {"train": {"steps": 2, "save_every": 1}}
-SCHEDULES = pytest.mark.parametrize("schedule", [SYNC, OVERLAP], ids=["sync", "overlap"])
 
 
 def write_problems(path: Path, prompts: Sequence[str], name: str = "p", **fields: Any) -> str:
@@ -227,8 +229,13 @@ def write_problems(path: Path, prompts: Sequence[str], name: str = "p", **fields
 OLD, NEW = [f"{number}+1=" for number in range(10, 30)], [f"{number}-1=" for number in range(10, 30)]
 
 
-@SCHEDULES
-@pytest.mark.parametrize(("prompts", "name", "level"), [(NEW, "p", 1), (NEW, "other", 1), (OLD, "p", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "prompts", "name", "level"),
+    [
+        *((schedule, *changes) for schedule in (SYNC, OVERLAP) for changes in ((NEW, "p", 1), (OLD, "p", 2))),
+        (OVERLAP, NEW, "other", 1),  # finds an entry's groups by their problems
+    ],
+)
 def test_a_run_resumed_with_other_data_samples_them(
     schedule: dict[str, Any], prompts: list[str], name: str, level: int, reference_run: Any, tmp_path: Path
 ) -> None:
@@ -247,13 +254,10 @@ def test_a_run_resumed_with_other_data_samples_them(
     assert not any("nothing differs in data.train" in text or "takes the rollouts" in text for text in run.said)
 
 
-@SCHEDULES
-def test_another_end_token_of_generation_config_is_another_run(
-    schedule: dict[str, Any], reference_run: Any, tmp_path: Path
-) -> None:
+def test_another_end_token_of_generation_config_is_another_run(reference_run: Any, tmp_path: Path) -> None:
     model = Path(shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "model"))
     data = write_problems(tmp_path / "train.jsonl", OLD)
-    settings = {**schedule, "model.path": str(model), "data.train": data}
+    settings = {**SYNC, "model.path": str(model), "data.train": data}
     with pytest.raises(Killed):
         reference_run(settings, killed_at="rollouts 2").run()
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 14], "transformers_version": "5"}')
@@ -283,8 +287,8 @@ def test_another_models_record_is_refused_or_said(reference_run: Any, tmp_path: 
 
 
 def test_a_replay_says_once_when_its_weights_leave_the_recorded_ones(reference_run: Any, tmp_path: Path) -> None:
-    sampling = {"temperature": 2.0, "max_new_tokens": 8}  # the first step has a gradient: a group's rewards differ
-    settings = {"train.steps": 3, "rollout": {"samples_per_prompt": 8, "sampling": sampling}}
+    # Each step has a gradient: a group's rewards differ.
+    settings = {"train.steps": 3, "rollout": {"samples_per_prompt": 4, "sampling": {"temperature": 2.0, "max_new_tokens": 4}}}
     recorded = reference_run({**settings, "rollout.record": True, "output": str(tmp_path / "recorded")}).run()
     assert len({version.digest for rollouts in recorded.rollouts.values() for _, version in rollouts[0].versions}) == 3
     replay = {**settings, "rollout.replay": str(recorded.config.output / "rollouts")}
