@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
@@ -130,25 +131,23 @@ def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab
 
 
 @pytest.mark.parametrize(
-    ("trained", "served", "quantization", "recipe", "expected"),
+    ("trained", "setting", "expected"),
     [
-        ("float32", "auto", "none", "none", (1e-3, 1e-4)),
-        ("bfloat16", "auto", "none", "none", (0.5, 0.1)),
-        ("float32", "bfloat16", "none", "none", (0.5, 0.1)),
-        ("bfloat16", "float32", "none", "none", (0.5, 0.1)),
-        ("bfloat16", "auto", "fp8_per_block", "none", (2.0, 1.0)),
-        ("bfloat16", "auto", "none", "tensorwise", (2.0, 1.0)),
+        ("float32", "rollout.server.dtype=auto", (1e-3, 1e-4)),
+        ("bfloat16", "rollout.server.dtype=auto", (0.5, 0.1)),
+        ("float32", "rollout.server.dtype=bfloat16", (0.5, 0.1)),
+        ("bfloat16", "rollout.server.dtype=float32", (0.5, 0.1)),
+        ("bfloat16", "rollout.server.quantization=fp8_per_block", (2.0, 1.0)),
+        ("bfloat16", "engine.fp8.recipe=tensorwise", (2.0, 1.0)),
     ],
 )
 def test_the_default_tolerances_are_those_of_the_coarser_side(
-    trained: str, served: str, quantization: str, recipe: str, expected: tuple[float, float]
+    trained: str, setting: str, expected: tuple[float, float]
 ) -> None:
-    rollout: dict[str, Any] = {"server": {"dtype": served, "quantization": quantization}}
-    document = {"model": {"dtype": trained}, "rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}}
-    document["engine"] = {"fp8": {"recipe": recipe}}
-    assert Tolerances.of(RunConfig.model_validate(document)) == expected
-    rollout["canary"] = {"tolerance": 0.07, "rollouts_tolerance": 0.03}
-    assert Tolerances.of(RunConfig.model_validate(document)) == (0.07, 0.03)
+    settings = [f"model.dtype={trained}", setting, "objective.mismatch.kind=truncate"]
+    assert Tolerances.of(load_run(None, settings)) == expected
+    chosen = "rollout.canary={tolerance: 0.07, rollouts_tolerance: 0.03}"
+    assert Tolerances.of(load_run(None, [*settings, chosen])) == (0.07, 0.03)
 
 
 @pytest.mark.parametrize(("first", "then", "drift"), [(0.01, 0.03, 3.0), (0.0, 2e-7, 2.0)])
