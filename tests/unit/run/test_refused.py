@@ -45,11 +45,8 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        # keys of another place or trainer
-        (["learning_rate=1"], r"did you mean optimizer\.lr\?"),
-        (["rollout.num_generations=8"], r"did you mean rollout\.samples_per_prompt\?"),
+        # keys of another place
         (["objective.beta=0.1"], r"did you mean objective\.distill\.beta\?"),
-        (["engine.temprature=1"], r"did you mean rollout\.sampling\.temperature\?"),
         (["verifyer=exact"], r"did you mean reward\.verifier or environment\.agent\.verifier\?"),
         # schedules
         ([OVERLAP], r"objective\.mismatch = null with train\.schedule = overlap: train\.max_staleness = 1"),
