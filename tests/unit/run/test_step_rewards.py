@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import Record, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward.verifiers import load_verifier
 from tepo_megatron.trainer.packing import pack
 from tests.support.fake_sampling import MAX_NEW_TOKENS
 
@@ -46,7 +44,7 @@ reward = st.none() | st.sampled_from([0.0, 1.0, -0.5])
 steps = st.lists(st.lists(reward, min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(rewards=steps)
 def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
     rewards: list[list[float | None]], tmp_path_factory: pytest.TempPathFactory
@@ -119,17 +117,6 @@ def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
     assert said[1:] == ["1 of 6 rewards failed and count as reward.failed_reward = -1; the first: problem 'p1': why"]
 
 
-def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, reference_run: Any) -> None:
-    """But not for a replay."""
-    (tmp_path / "judge.py").write_text("def judge(problem, response):\n    return problem.grade\n")
-    reward = load_verifier(f"{tmp_path}/judge.py:judge")
-    with pytest.raises(ValueError, match=r"raised AttributeError: 'Problem' object has no attribute 'grade', at .*judge.py:2"):
-        reference_run(reward=reward).run()
-    recorded = reference_run({"rollout.record": True, "output": f"{tmp_path}/recorded"}).run()
-    replayed = reference_run({"rollout.replay": f"{tmp_path}/recorded/rollouts", "output": f"{tmp_path}/again"}, reward=reward)
-    assert replayed.run().digest == recorded.digest
-
-
 def rollout(group: int, length: int, reward: float | None, *, cut: bool = False) -> Rollout:
     reason = "length" if cut else "stop"
     ids = [5 + at for at in range(length)]
@@ -169,13 +156,8 @@ def test_figures_say_how_many_were_cut_and_what_they_lost() -> None:
 def test_a_masked_response_counts_for_its_group_and_for_nothing_else() -> None:
     """By hand, for a mean over tokens (dapo): rewards 1, 0, 0 with the last one cut have the mean 1/3 with it, and 1/2 without;
     the loss is over the tokens of the first two alone."""
-    step = [
-        rollout(0, 2, 1.0),
-        rollout(0, 3, 0.0),
-        rollout(0, 8, 0.0, cut=True),
-        rollout(1, 8, 1.0, cut=True),
-        rollout(1, 2, 0.0),
-    ]
+    first = [rollout(0, 2, 1.0), rollout(0, 3, 0.0), rollout(0, 8, 0.0, cut=True)]
+    step = [*first, rollout(1, 8, 1.0, cut=True), rollout(1, 2, 0.0)]
     objective = build_objective(ObjectiveConfig(preset="dr_grpo"))
     batch = pack(step, mask_truncated=True)
     advantages_S = objective.advantages(batch)
@@ -241,5 +223,3 @@ def test_ones_own_filter_is_a_function_in_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match=sentence):
             GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:{name}",)})).refuse(group([0.0, 1.0]))
-    with pytest.raises(ValueError, match="has no function none"):
-        GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:none",)}))
