@@ -17,9 +17,11 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.config.paths import paths_in
 from tepo_megatron.launch.cluster import ClusterRun
 from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
+from tests.support.cli import invoke
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S, run_python
 from tests.support.shell import bash, write_script
@@ -66,14 +68,17 @@ def option(arguments: list[str], name: str) -> str:
 
 
 def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Path) -> None:
-    nodes = ("cluster.train_nodes=2", "engine.parallel.dp=2")
-    got = run_train_script(tmp_path, *nodes, SLURM_JOB_ID="20123", SLURM_NODEID="1")
-    heartbeats = f"{tmp_path}/status"
-    assert got[2:6] == ["-m", "tepo_megatron.runtime.torchrun", "--status", heartbeats]
+    """Also in a job that was started again, which has its old name; what it resumes from: tests/unit/run/test_folder.py."""
+    job_variables = {"SLURM_JOB_ID": "20123", "SLURM_NODEID": "1", "SLURM_RESTART_COUNT": "7"}
+    got = run_train_script(tmp_path, "cluster.train_nodes=2", "engine.parallel.dp=2", **job_variables)
+    assert got[:2] == ["segments=expandable_segments:True", "job=20123"]
+    assert got[2:6] == ["-m", "tepo_megatron.runtime.torchrun", "--status", f"{tmp_path}/status"]
     assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
-    assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
-    assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
+    assert got[got.index("train") + 1 :] == [
+        f"{tmp_path}/launch/run.yaml",
+        f"rollout.server.registry={tmp_path}/servers/20123.7",
+    ]
     assert Path(option(got, "--log-dir")).is_dir()
 
 
@@ -81,26 +86,22 @@ def test_a_spare_node_waits_with_the_trainers_and_the_job_outlives_a_node(tmp_pa
     settings = ("cluster.train_nodes=2", "engine.parallel.dp=2", "cluster.spare_nodes=1", "train.max_restarts=3")
     got = run_train_script(tmp_path, *settings, SLURM_JOB_ID="20123", SLURM_NODEID="2")
     assert [option(got, name) for name in ("--spares", "--max-restarts", "--nnodes", "--node-rank")] == ["1", "3", "2", "2"]
-    train, serve = Job(job(f"output={tmp_path}", *settings, "cluster.rollout_nodes=1")).roles
+    train, serve = Job(job(*settings)).roles
     assert (train.first_node, train.nodes, serve.first_node, serve.nodes) == (0, 3, 3, 1)
 
 
-@pytest.mark.parametrize(("rollout_nodes", "expected"), [(0, ""), (1, "expandable_segments:True")])
-def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollout_nodes: int, expected: str) -> None:
-    """Servers on the trainer's node get its environment, and vLLM's all-reduce shares memory by CUDA IPC. A run with such
-    servers refuses a registry.
-    """
-    got = run_train_script(tmp_path, f"cluster.rollout_nodes={rollout_nodes}")
-    assert got[0] == f"segments={expected}"
-    assert any("registry" in argument for argument in got) == bool(rollout_nodes)
+def test_servers_on_the_trainers_node_inherit_no_growing_memory_segments_and_no_registry(tmp_path: Path) -> None:
+    """vLLM's all-reduce shares memory by CUDA IPC."""
+    got = run_train_script(tmp_path, "cluster.rollout_nodes=0")
+    assert got[0] == "segments="
+    assert not any("registry" in argument for argument in got)
 
 
 def test_ranks_and_servers_do_not_share_one_processor(tmp_path: Path) -> None:
     """Slurm may bind a task to one processor where --cpus-per-task is not stated."""
     for name, count in (("nproc", 1), ("getconf", 64)):
         write_script(tmp_path / name, f"echo {count}")
-    settings = ("cluster.rollout_nodes=1", "rollout.server.count=2")
-    run = job(f"output={tmp_path}/out", f"cluster.python={sys.executable}", *settings)
+    run = job(f"output={tmp_path}/out", f"cluster.python={sys.executable}", "rollout.server.count=2")
     for role, work in (("train", "2 ranks"), ("serve", "its servers' 2 workers")):
         result = bash(script_of(role, run), "10.0.0.7", folder=str(tmp_path))
         assert result.returncode == 1
@@ -113,14 +114,6 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
     done = bash(script_of("train", config), "127.0.1.1")
     assert done.returncode == 1
     assert "set rollout.server.interface" in done.stderr
-
-
-@pytest.mark.parametrize("restarts", ["0", "7"])
-def test_a_job_that_was_started_again_has_its_old_name(tmp_path: Path, restarts: str) -> None:
-    """What it then resumes from: tests/unit/run/test_folder.py."""
-    got = run_train_script(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
-    assert "job=7" in got
-    assert not [argument for argument in got if argument.startswith("train.resume")]
 
 
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
@@ -144,11 +137,10 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert config.rollout.server.registry == config.output / "servers"
     assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
     assert Job(config).mounts == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
-    assert "/a/shards:/a/shards" in Job(job("model.path=/a/model", "model.shards=/a/shards", "output=/o")).mounts
-    assert f"{Path.cwd()}/lora:{Path.cwd()}/lora" in Job(job("model.lora.path=lora", "output=/o")).mounts
 
 
 OTHER_PATHS = {
+    "model": "{path: /m/model, shards: /m/shards, lora: {path: /m/lora}}",
     "teachers.a.path": "/t/teacher",
     "objective.preset": "on_policy_distill",
     "train.resume": "true",
@@ -160,14 +152,8 @@ OTHER_PATHS = {
 
 def test_every_path_of_the_run_is_mounted() -> None:
     config = job("output=/o", "cluster.rollout_nodes=0", *(f"{field}={value}" for field, value in OTHER_PATHS.items()))
-    folders = ("/e/checkpoints/step_000007", "/k", "/o", "/t/teacher")
+    folders = ("/e/checkpoints/step_000007", "/k", "/m/lora", "/m/model", "/m/shards", "/o", "/t/teacher")
     assert Job(config).mounts == [f"{folder}:{folder}" for folder in folders]
-
-
-@pytest.mark.parametrize("folder", ["/a,b", "/a:b"])
-def test_a_path_that_would_divide_the_mounts_is_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match=f"{folder} has '[,:]', which divides the mounts"):
-        Job(job("output=/o", f"model.path={folder}")).mounts  # noqa: B018
 
 
 OWN_CODE = {
@@ -179,24 +165,16 @@ OWN_CODE = {
     "rollout.filter_groups.filters": "['g/groups.py:keep']",
     "train.callbacks": "['k/call.py:Early', {callback: 'k/back.py:Late', kwargs: {at: 'k/stays.py:f'}}]",
 }
+OWN_FILES = "r/score c/choose s/score c/own e/score g/groups k/call k/back"
 
 
 def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = job("output=/o", *(f"{field}={value}" for field, value in OWN_CODE.items()))
-    assert config.reward.verifier == f"{tmp_path}/r/score.py:f"
-    assert config.data.filter == ("unique", f"{tmp_path}/c/choose.py:f")
-    assert config.data.order == f"{tmp_path}/c/choose.py:g"
-    (first, second) = config.data.train_sources
-    assert (first.verifier, first.filter) == (f"{tmp_path}/s/score.py:f", (f"{tmp_path}/c/own.py:f",))
-    assert (second.path, second.verifier, first.path) == (f"{tmp_path}/b.jsonl", None, "/d/a.jsonl")
-    assert config.evaluate.sets["aime"].verifier == f"{tmp_path}/e/score.py:f"
-    assert config.rollout.filter_groups.filters == (f"{tmp_path}/g/groups.py:keep",)
-    assert job("output=/o", "rollout.collect=b/best.py:of_many").rollout.collect == f"{tmp_path}/b/best.py:of_many"
-    early, late = config.train.callbacks
-    assert early == f"{tmp_path}/k/call.py:Early"
-    assert not isinstance(late, str)
-    assert (late.callback, late.kwargs) == (f"{tmp_path}/k/back.py:Late", {"at": "k/stays.py:f"})
+    config = job("output=/o", "cluster.rollout_nodes=0", *(f"{field}={value}" for field, value in OWN_CODE.items()))
+    paths = {path for path in paths_in(config).values() if not path.startswith("builtin:")}
+    files = ["b.jsonl", *(f"{file}.py" for file in OWN_FILES.split())]
+    assert paths == {"/o", "/d/a.jsonl", "/d/aime.jsonl", *(f"{tmp_path}/{file}" for file in files)}
+    assert config.train.callbacks[1].kwargs == {"at": "k/stays.py:f"}  # type: ignore[union-attr]
     assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "rcsegk"} <= set(Job(config).mounts)
     with pytest.raises(ValueError, match=r"reward.verifier: .*/r/score.py does not exist on this machine; put the file there"):
         ClusterRun(job(f"output={tmp_path}/new", "reward.verifier=r/score.py:f"), Shell()).check()
@@ -212,26 +190,21 @@ DISTILLED = "objective.preset=on_policy_distill"
         (["cluster.ssh=me@login", "output=/o", "data.order=c/choose.py:g"], "data.order = 'c/choose.py' is relative, but with"),
         *(([f"output=/shared/a{char}b"], f"output = .* has {re.escape(repr(char))}, which NeMo-Run's") for char in " (&$;'%"),
         (["cluster.executor=docker", "cluster.container=c", "output=/shared/a&b"], "output = .* has '&', which NeMo-Run's"),
-        (
-            ["output=/o", "teachers.a.path=hub:a/b", DISTILLED],
-            r"teachers.a.path = hub:a/b: .* run 'hf download a/b --local-dir",
-        ),
+        (["output=/o", "teachers.a.path=hub:a/b", DISTILLED], r"teachers.a.path = hub:a/b: .* 'hf download a/b --local-dir"),
         (["output=/o", "data.train=hub:a/b"], "run 'hf download a/b --repo-type dataset"),
+        *((["output=/o", f"model.path=/a{char}b"], f"/a{char}b has '{char}', which divides the mounts") for char in ",:"),
     ],
 )
 def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        job(*overrides)
+        Job(job(*overrides)).mounts  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model.path=/nowhere"], "model.path = /nowhere has no config.json on this machine"),
-        (
-            ["teachers.a.path=/nowhere", DISTILLED, "model.path={model}"],
-            "teachers.a.path = /nowhere has no config.json on this",
-        ),
+        (["teachers.a.path=/nowhere", DISTILLED, "model.path={used}"], "teachers.a.path = /nowhere has no config.json on this"),
         (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
         (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
         (["train.resume=true"], "has no finished checkpoint"),
@@ -245,22 +218,18 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     used.mkdir()
     (used / "metrics.jsonl").write_text('{"step": 0, "lr": 1}\n{"step": 1}\n')
     (used / "config.json").touch()
-    config = job(f"output={tmp_path}/new", *(override.format(used=used, model=used) for override in overrides))
+    config = job(f"output={tmp_path}/new", *(override.format(used=used) for override in overrides))
     with pytest.raises(ValueError, match=message) as caught:
         ClusterRun(config, Shell()).check()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("limit", "warning", "fits"), [("00:05:30", 300, False), ("00:05:31", 300, True), ("1-00:00:00", 86371, False)]
-)
-def test_a_job_that_would_be_warned_at_once_is_refused(limit: str, warning: int, fits: bool) -> None:
-    config = job(f"cluster.time_limit={limit}", f"train.warning_s={warning}")
-    if fits:
-        Job(config).check_time_limit()
-        return
-    with pytest.raises(ValueError, match=rf"cluster.time_limit = {limit} is over before .* Slurm warns it {warning + 30} s"):
-        Job(config).check_time_limit()
+def test_a_job_that_would_be_warned_at_once_is_refused() -> None:
+    Job(job("cluster.time_limit=00:05:31", "train.warning_s=300")).check_time_limit()
+    for limit, warning in (("00:05:30", 300), ("1-00:00:00", 86371)):
+        message = rf"cluster.time_limit = {limit} is over before .* Slurm warns it {warning + 30} s"
+        with pytest.raises(ValueError, match=message):
+            Job(job(f"cluster.time_limit={limit}", f"train.warning_s={warning}")).check_time_limit()
 
 
 def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tuple[int, str]:
@@ -397,58 +366,40 @@ def test_the_record_leaves_out_what_an_interrupted_installation_left(
 
 
 def test_a_gpu_job_without_transformer_engine_ends_with_one_sentence(tmp_path: Path) -> None:
-    script = ("-m", "tepo_megatron.launch.record", tmp_path / "job.json")
-    run_python(*script)
+    done = run_python("-m", "tepo_megatron.launch.record", tmp_path / "job.json", "torch", "no-such-distribution", code=1)
     assert "torch" in json.loads((tmp_path / "job.json").read_text())["packages"]
-    done = run_python(*script, "no-such-distribution", code=1)
     assert done.stderr.startswith("error: no-such-distribution is not installed in ")
 
 
-def test_launching_without_nemo_run_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "nemo_run.py").write_text("raise ImportError('not here')\n")
-    command = ("-m", "tepo_megatron", "launch", ROOT / "examples" / "tiny" / "run.yaml", "--dry-run", *CLUSTER)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run_python(*command, cwd=tmp_path, environment={"PYTHONPATH": path}, code=1)
+def test_launching_without_nemo_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nemo_run", None)  # its import fails
+    done = invoke("launch", ROOT / "examples" / "tiny" / "run.yaml", "--dry-run", *CLUSTER, code=1)
     assert done.stderr.startswith("error: tepo launch needs NeMo-Run")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_70b_script_and_the_plan_end_with_what_is_not_set_yet(tmp_path: Path) -> None:
-    """The script with a ``tepo`` that plans, and only prints what it would submit."""
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts" / "run_tepo_70b.sh"
-    script.write_bytes((ROOT / "scripts/run_tepo_70b.sh").read_bytes())
-    write_script(tmp_path / "scripts" / "setup_launch.sh", "true")
-    (tmp_path / ".venv-launch" / "bin").mkdir(parents=True)
-    plan = (
-        f'[ "$1" = launch ] && exit 3\n[ "$1" = plan ] && PYTHONPATH={ROOT} exec {sys.executable} -m tepo_megatron "$@"\ntrue'
-    )
-    write_script(tmp_path / ".venv-launch" / "bin" / "tepo", plan)
-    environment = {**os.environ, "CDPATH": str(tmp_path), "RUN": str(ROOT / "examples/llama3.3-70b/run.yaml")}
-
-    def ends(*arguments: str, **given: str) -> tuple[list[str], str]:
-        done = subprocess.run(
-            ["bash", script.relative_to(tmp_path), "--dry-run", *arguments],
-            cwd=tmp_path,
-            env=environment | given,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        assert done.returncode == 3, "launch's own exit code"
-        *lines, last = done.stdout.partition("Not set yet")[2].splitlines() or [""]
-        return [line.split(":")[0].strip("- ") for line in lines[1:]], last
-
-    names, last = ends()
-    assert names == ["cluster.account", "cluster.partition", "cluster.container, or cluster.python", *PATHS]
-    assert "at the head of scripts/run_tepo_70b.sh" in last
-    for executor in (["--executor", "kubernetes"], ["--executor=kubernetes"]):
-        assert ends(*executor, "cluster.mounts=['claim:/shared']", CONTAINER="c") == ([], "")
-    (tmp_path / "data").touch()
-    given = {"MODEL": str(ROOT / "tests"), "TRAIN_DATA": str(tmp_path / "data"), "HELDOUT_DATA": str(tmp_path / "data")}
-    assert ends(ACCOUNT="a", PARTITION="p", CONTAINER="c")[0] == PATHS
-    assert "model.path" not in ends(**given)[0]
+SET = {
+    **{"MODEL": "model.path", "TRAIN_DATA": "data.train", "HELDOUT_DATA": "data.heldout", "ACCOUNT": "cluster.account"},
+    **{"PARTITION": "cluster.partition", "CONTAINER": "cluster.container", "NODE_PYTHON": "cluster.python"},
+}
+"""Variables of the 70B script, and what they set."""
 
 
-PATHS = ["model.path", "data.train", "data.heldout"]
+@pytest.mark.parametrize("unset", ["", "Not set yet; set it:\n  - c: d\n"])
+def test_the_70b_script_submits_what_is_set_and_ends_with_what_is_not(tmp_path: Path, unset: str) -> None:
+    """With a ``tepo`` that prints what it would submit; what a plan says: tests/unit/plan/test_run_plan.py."""
+    for folder in ("scripts", ".venv-launch/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "scripts/run_tepo_70b.sh").write_bytes((ROOT / "scripts/run_tepo_70b.sh").read_bytes())
+    write_script(tmp_path / "scripts/setup_launch.sh", "true")
+    tepo = 'case $1 in plan) printf "Assumed:\n  - a: b\n$UNSET" ;; launch) echo "$@" && exit 3 ;; esac'
+    write_script(tmp_path / ".venv-launch/bin/tepo", tepo)
+    words = ["--dry-run", "--executor", "slurm", "--executor=kubernetes", "train.steps=5"]
+    environment = {**os.environ, "CDPATH": str(tmp_path), "UNSET": unset, "RUN": "r.yaml", **dict.fromkeys(SET, "a b")}
+    command = ["bash", "scripts/run_tepo_70b.sh", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, "launch's own exit code"
+    submitted = ["r.yaml", *(f"{field}=a b" for field in SET.values()), "cluster.executor=slurm", "cluster.executor=kubernetes"]
+    head = " ".join(["launch", *submitted, "train.steps=5", "--dry-run\n"])
+    sentence = f"{', '.join(SET).replace(', NODE', ' and NODE')} at the head of scripts/run_tepo_70b.sh set these.\n"
+    assert done.stdout == head + (unset and unset + sentence)
