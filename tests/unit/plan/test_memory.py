@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,13 @@ SPEC = resolve_spec("Qwen2.5-7B")[0]
 FP32 = ("store_param_remainders=false", "exp_avg_dtype=float32", "exp_avg_sq_dtype=float32")
 
 
+REPLAY = "rollout.replay=/nowhere"
+"""Without servers, whose weight sync takes seconds to plan."""
+
+
+@cache
 def plan(*overrides: str, path: str = H200) -> Plan:
-    return make_plan(load_run(Path(path), list(overrides)))
+    return make_plan(load_run(Path(path), overrides))
 
 
 def optimizer(*settings: str) -> list[str]:
@@ -153,10 +159,10 @@ def test_servers_on_the_same_gpu_cost_memory_while_they_sleep_and_time_when_they
 
 def test_fp8_servers_hold_linear_layers_in_one_byte() -> None:
     fp8 = ("rollout.server.quantization=fp8_per_block", "rollout.uncorrected=true")
-    whole, half = plan(path=LLAMA), plan(*fp8, path=LLAMA)
-    linear = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
-    assert whole.server.weights - half.server.weights == linear / 4
-    assert half.server.kv_cache - whole.server.kv_cache == linear / 4
+    whole, half = plan(path=QWEN), plan(*fp8, path=QWEN)
+    linear = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    assert whole.server.weights - half.server.weights == linear
+    assert half.server.kv_cache - whole.server.kv_cache == linear
     assert half.sync == whole.sync
     assert half.time.generation < whole.time.generation
 
@@ -193,8 +199,8 @@ def test_a_run_is_refused_by_the_memory_of_the_gpus_that_are_here(gpu_of) -> Non
 def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_of) -> None:
     """70B on a machine without a GPU may be slow; it is asked only where something would be built on a GPU."""
     gpu_of(0.001)
-    spec = plan(path=LLAMA).spec
-    given = load_run(Path(LLAMA), [])
+    given = load_run(Path(LLAMA))
+    spec = resolve_spec(given.model.path)[0]
     Placement(given, Machine(gpus=0, has_nccl=False, local_ranks=8, ranks=64)).check_memory(spec)
     on_cpu = load_run(Path(LLAMA), ["engine.platform=cpu"])
     Placement(on_cpu, Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=64)).check_memory(spec)
@@ -240,7 +246,7 @@ def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
 
 
 def test_its_product_is_computed_once_more() -> None:
-    plain, fused = (plan(f"engine.head={head}", path=LLAMA).time for head in ("logits", "fused"))
+    plain, fused = (plan(f"engine.head={head}", REPLAY, path=LLAMA).time for head in ("logits", "fused"))
     assert fused.flops_train - plain.flops_train == pytest.approx(2 * 128256 * 8192 * plain.tokens)
     assert fused.train > plain.train
     assert fused.flops_score == plain.flops_score
@@ -255,14 +261,14 @@ def test_70b_fits_one_node_of_eight_gpus_with_lora_alone() -> None:
     cluster = found.config.cluster
     assert (cluster.train_nodes, cluster.rollout_nodes, found.config.engine.parallel.world_size) == (1, 0, 8)
     assert found.worst.total < 50 * GIB
-    everything = plan("model.lora=null", path=LORA)
+    everything = plan("model.lora=null", REPLAY, path=LORA)
     assert "the largest term is optimizer with 98.6 GiB" in everything.problems[0]
     assert found.worst.activations == everything.worst.activations
     assert found.worst.gradients < everything.worst.gradients / 90
     # a KL term's reference is the model without its adapters
     kl = ("objective.kl.coefficient=0.1", "objective.kl.against=reference")
     assert plan(*kl, path=LORA).worst == found.worst
-    assert plan(*kl, "model.lora=null", path=LORA).worst.reference > 16 * GIB
+    assert plan(*kl, "model.lora=null", REPLAY, path=LORA).worst.reference > 16 * GIB
 
 
 def test_teachers_on_the_ranks_are_counted() -> None:
@@ -313,10 +319,9 @@ def test_experts_are_counted_apart(ep: int) -> None:
 SPLIT = ("dp=4", "tp=2", "sequence_parallel=true", "ep=4", "etp=1")
 
 
-def moe_plan(*parallel: str, more: Sequence[str] = ("rollout.replay=/nowhere",)) -> Plan:
-    """Without servers, whose part is the bridge's planner's."""
-    model = ["model.path=/nowhere/Mixtral-8x7B-v0.1", "cluster.train_nodes=1", "optimizer.distributed=true"]
-    return make_plan(load_run(QWEN, [*model, *(f"engine.parallel.{setting}" for setting in parallel), *more]))
+def moe_plan(*parallel: str, more: Sequence[str] = ()) -> Plan:
+    model = ["model.path=/nowhere/Mixtral-8x7B-v0.1", "cluster.train_nodes=1", "optimizer.distributed=true", REPLAY]
+    return plan(*model, *(f"engine.parallel.{setting}" for setting in parallel), *more, path=QWEN)
 
 
 def test_states_of_experts_are_shared_among_those_that_hold_the_same() -> None:
