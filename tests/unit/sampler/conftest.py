@@ -1,6 +1,4 @@
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,11 +25,6 @@ def servers(server: FaultyServer) -> Iterator[list[FaultyServer]]:
     other = FaultyServer()
     yield [server, other]
     other.close()
-
-
-def supervised(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
-    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ import pytest
 from tepo_megatron.runtime import supervise as scratch
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.supervise import SHM, sweep
-from tests.support.processes import eventually
+from tests.support.processes import eventually, gone
 from tests.support.programs import TIMEOUT_S
-from tests.unit.sampler.conftest import supervised
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
 pytestmark = pytest.mark.skipif(not LINUX, reason="needs Linux' /dev/shm and /proc")
@@ -48,11 +47,16 @@ time.sleep(600)
 """
 
 
+def supervised(*command: str) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
+
+
 class Left:
     """A supervised command that has made files, and says which."""
 
     def __init__(self, note: Path) -> None:
-        self.process = supervised([sys.executable, "-c", LEAVES, str(note)])
+        self.process = supervised(sys.executable, "-c", LEAVES, str(note))
         assert eventually(note.exists)
         folder, *names = note.read_text().split()
         self.folder = Path(folder)
@@ -117,16 +121,18 @@ def test_nothing_stays_when_the_command_is_killed_or_the_starter_is_gone(
 
 
 def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_all_are_dead(left: Left) -> None:
+    command = left.command
     os.kill(left.process.pid, signal.SIGKILL)
     left.process.wait()
-    assert left.folder not in sweep()  # the server still runs
+    assert gone(command)  # the kernel asks the server to end; what it leaves still runs
+    assert left.folder not in sweep()
     assert left.all_there()
     for pid in Process.in_group(left.process.pid):
-        with suppress(ProcessLookupError):  # the kernel has asked the server to end
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not Process.in_group(left.process.pid))
     assert left.all_there()
-    with supervised(["sleep", "600"]) as following:
+    with supervised("sleep", "600") as following:
         assert eventually(left.nothing_stays)
         following.stdin.close()
 
