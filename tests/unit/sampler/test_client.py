@@ -86,6 +86,7 @@ def test_an_error_carries_the_address_the_status_and_the_servers_words(
     assert URL in str(caught.value)
     assert message in str(caught.value)
     assert KEY not in str(caught.value)
+    assert isinstance(caught.value, ServerFault) == (status not in (400, 401, 422))
 
 
 def scored(prompt: list[int], logprobs: list[float]) -> bytes:

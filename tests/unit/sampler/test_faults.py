@@ -55,31 +55,23 @@ def spoilt(change: Callable[[list[Sample]], Any]) -> Behaviour:
     return behave
 
 
-def with_logprob(value: float) -> Behaviour:
-    return spoilt(lambda samples: samples[0].update(logprobs=[-0.5, value]))
+with_nan = spoilt(lambda samples: samples[0].update(logprobs=[-0.5, float("nan")]))
 
 
-def in_stream(samples: list[Sample], tail: bytes) -> bytes:
-    return b"".join(response_frame(**each) for each in samples[:-1]) + tail
+def failing(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+    failure = head_frame({"error": "out of memory", "status": 500})
+    return 200, b"".join([*(response_frame(**each) for each in samples[:-1]), failure])
 
 
 # A request that is sent again asks for what has not come: these answer one for a single sample as wrongly as one for two.
 FAULTS: dict[str, tuple[Behaviour, str]] = {
-    "HTML": (lambda server, samples: (200, b"<html>gateway</html>"), "something else than responses"),
-    "a log-prob of NaN": (with_logprob(float("nan")), "log-prob of response token 1 is nan"),
+    "a log-prob of NaN": (with_nan, "log-prob of response token 1 is nan"),
     "a response too few": (spoilt(lambda samples: samples[:-1]), r"returned (1 responses of 2|0 responses of 1) that"),
     "status 500": (lambda server, samples: (500, b'{"error": {"message": "out of memory"}}'), "status 500: out of memory"),
-    "a failure in mid-stream": (
-        lambda server, samples: (200, in_stream(samples, head_frame({"error": "out of memory", "status": 500}))),
-        "status 500: out of memory",
-    ),
-    "an end in mid-stream": (
-        lambda server, samples: (200, in_stream(samples, b"")),
-        "stopped after (1 responses of 2|0 responses of 1)",
-    ),
+    "a failure in mid-stream": (failing, "status 500: out of memory"),
     "a connection that breaks off": (lambda server, samples: None, "peer closed connection"),
 }
-"""Others: test_wire.py."""
+"""Others: test_wire.py and test_client.py."""
 
 
 def first_two(behave: Behaviour) -> Behaviour:
@@ -115,20 +107,24 @@ def test_a_wrong_answer_is_asked_for_again_and_then_ends_the_server_with_the_fir
         fleet._version = WeightsVersion(0)
         with pytest.raises(ServerDied):
             sample(fleet)
-        with pytest.raises(
-            RuntimeError, match=r"died 2 times; rollout.server.max_restarts = 1. The first failure was: "
-        ) as last:
+        too_often = r"died 2 times; rollout.server.max_restarts = 1. The first failure was: "
+        with pytest.raises(RuntimeError, match=too_often) as last:
             fleet.revive()
         assert re.search(said, str(last.value))
         assert "the end of its log" in str(last.value)
+
+
+def be_well(server: FaultyServer) -> None:
+    """From its second start on."""
+    if server.starts > 1:
+        server.always = answer_well
 
 
 def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_replaced(
     servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
 ) -> None:
     good, bad = servers
-    bad.always = with_logprob(float("nan"))
-    bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    bad.always, bad.after_start = with_nan, be_well
     with fleet_of(servers, tmp_path, max_retries=0) as (fleet, reports):
         with fleet._announced(WeightsVersion(0)):
             pass  # from an update on, the model's folder has other weights
@@ -152,8 +148,7 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
 def test_without_updates_a_server_that_was_started_again_is_asked_again(servers: list[FaultyServer], tmp_path: Path) -> None:
     """A teacher's servers and an evaluation's have the right weights as soon as they are there."""
     bad = servers[1]
-    bad.always = with_logprob(float("nan"))
-    bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    bad.always, bad.after_start = with_nan, be_well
     with fleet_of(servers, tmp_path, max_retries=0, max_restarts=9) as (fleet, _):
         drawn = sample(fleet)
         assert eventually(lambda: len(fleet.sampling()) == 2)
@@ -170,7 +165,7 @@ def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers
     late, second, good = *servers, FaultyServer()
     gate = threading.Event()
     for bad in (late, second):
-        bad.always = with_logprob(float("nan"))
+        bad.always = with_nan
 
     def wait(server: FaultyServer) -> None:
         if server.starts > 1:
@@ -195,22 +190,20 @@ def test_a_canary_passes_over_servers_that_wait_for_the_next_update(
 ) -> None:
     monkeypatch.setattr(Client, "read_back", Client.resume)  # any request
     good, bad = servers
-    bad.always = with_logprob(float("nan"))
+    bad.always = with_nan
     with fleet_of(servers, tmp_path, max_retries=0) as (fleet, _):
         with fleet._announced(WeightsVersion(0)):
             pass
         sample(fleet)
         assert list(fleet.read_back()) == [good.url]
-        good.always, good.alive = with_logprob(float("nan")), False
+        good.always, good.alive = with_nan, False
         with pytest.raises(ServerDied):
             sample(fleet)
         with pytest.raises(ServerDied, match="no server is left to ask"):
             fleet.read_back()
 
 
-def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_death(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_other_weights_and_refusals_are_neither_repeated_nor_a_servers_death(server: FaultyServer, tmp_path: Path) -> None:
     with fleet_of([server], tmp_path) as (fleet, _):
         for behave, said in (
             (spoilt(lambda samples: samples[0].update(versions=[(0, "9:x")])), "a response with weights 9:x"),
@@ -237,8 +230,7 @@ json_values = st.recursive(
 @given(st.data())
 def test_whatever_an_answer_is_changed_to_it_is_refused_or_right(data: st.DataObject) -> None:
     """A value of a head, or any bytes."""
-    samples = [choice([1, 5], 3, "4:d"), choice([1, 5], 4, "4:d") | {"sample": 1}]
-    frames = [response_frame(**each) for each in samples]
+    frames = [response_frame(**choice([1, 5], seed, "4:d") | {"sample": seed - 3}) for seed in (3, 4)]
     if data.draw(st.booleans()):
         size = int.from_bytes(frames[1][:4], "little")
         head = json.loads(frames[1][4 : 4 + size])
@@ -285,40 +277,21 @@ def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
 def test_a_slow_server_that_makes_tokens_is_left_alone(
     server: FaultyServer, expected: list[list[Response]], tmp_path: Path
 ) -> None:
+    """By samples, and by a canary, since vLLM's priority passes no running request."""
 
     def slow(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
-        until = time.monotonic() + 2 * SHORT_S
-        while (left := until - time.monotonic()) > 0 or (len(moves) < 2 and left > -60):
+        while (passed := time.monotonic() - start) < 2 * SHORT_S or (len(moves) < 2 and passed < 60):
             server.tokens += 1
             time.sleep(0.05)
-        return answer_well(server, samples)
+        return spoilt(lambda samples: samples[0].update(cached=0))(server, samples)
 
-    server.always = slow
-    moves: list[int] = []
-    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
-        drawn = fleet.generate(
-            PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=3, on_move=lambda: moves.append(server.tokens)
-        )
-        assert drawn == expected
+    server.always, moves, start = slow, list[int](), time.monotonic()
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _), ThreadPoolExecutor(1) as pool:
+        canary = pool.submit(fleet.read_through_cache, (1, 5), 4)
+        options: Any = {"n": 2, "temperature": 1.0, "max_new_tokens": 4, "seed": 3}
+        assert fleet.generate(PROMPTS, on_move=lambda: moves.append(server.tokens), **options) == expected
+        assert list(canary.result(TIMEOUT_S)) == [server.url]
         assert len(moves) > 1  # the run's heartbeat is told of tokens, long before a prompt is done
-        assert set(fleet.figures().values()) == {0}
-
-
-@pytest.mark.slow
-def test_a_canary_waits_while_running_samples_make_tokens(server: FaultyServer, tmp_path: Path) -> None:
-    """vLLM's priority passes no running request."""
-
-    def busy(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
-        until = time.monotonic() + 2 * SHORT_S
-        while time.monotonic() < until:
-            server.tokens += 1
-            time.sleep(0.05)
-        return counted(server, samples)
-
-    counted = spoilt(lambda samples: samples[0].update(cached=0))
-    server.faults, server.always = [busy], counted
-    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
-        assert list(fleet.read_through_cache((1, 5), 4)) == [server.url]
         assert set(fleet.figures().values()) == {0}
 
 
@@ -339,13 +312,7 @@ PAUSE, UPDATE, FINISH, RESET = "/pause?mode=keep", "/update_weights", "/finish_w
     ],
 )
 def test_a_server_that_hangs_or_fails_in_an_update_counts_as_dead(
-    servers: list[FaultyServer],
-    tmp_path: Path,
-    hangs: str,
-    refuses: str,
-    timeout_s: float,
-    named: str,
-    monkeypatch: pytest.MonkeyPatch,
+    hangs: str, refuses: str, timeout_s: float, named: str, servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tepo_megatron.sampler.fleet.sync.LOOK_S", 0.05)
     servers[1].hangs, servers[1].refuses = {hangs}, {refuses}

@@ -76,8 +76,7 @@ def test_a_server_that_has_its_share_gets_no_more_until_it_has_room(servers: lis
 
 
 def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[FaultyServer], tmp_path: Path) -> None:
-    for server in servers:
-        server.hangs = {SAMPLES}
+    servers[0].hangs = servers[1].hangs = {SAMPLES}
     with fleet_of(servers, tmp_path, max_num_seqs=64) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         for key, length in enumerate((50, 3, 3, 3, 3)):
             stream.submit(key, [1] * length, 7)
@@ -128,15 +127,19 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
         assert len(fleet.sampling()) == 1
 
 
-def test_requests_are_with_servers_of_now_after_all_were_started_again_beside_an_idle_stream(
+def revive_and_update(fleet: Fleet) -> None:
+    assert fleet.revive()
+    with fleet._announced(WeightsVersion(0)):
+        pass
+    fleet._version = WeightsVersion(0)
+
+
+def test_after_all_servers_were_started_again_an_idle_stream_asks_the_new_ones(
     servers: list[FaultyServer], tmp_path: Path
 ) -> None:
     with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         fleet._end()
-        assert fleet.revive()
-        with fleet._announced(WeightsVersion(0)):
-            pass
-        fleet._version = WeightsVersion(0)
+        revive_and_update(fleet)
         for number in range(8):
             stream.submit(number, (1, 5), number)
         assert {key for key, _ in drawn(stream)} == {*range(8)}
@@ -147,20 +150,15 @@ def test_a_lane_that_was_replaced_takes_its_requests_along_and_not_the_newer_one
     servers: list[FaultyServer], tmp_path: Path
 ) -> None:
     """Both servers end at once with requests, and are there again before the stream looks."""
-    for server in servers:
-        server.hangs = {SAMPLES}
+    servers[0].hangs = servers[1].hangs = {SAMPLES}
     with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         for number in range(8):
             stream.submit(number, (1, 5), number)
         wait_for_calls(8, *servers)  # one that still connects would be answered over the old client
         fleet._end()
         assert eventually(lambda: stream._events.qsize() == 8)
-        for server in servers:
-            server.hangs.clear()
-        assert fleet.revive()
-        with fleet._announced(WeightsVersion(0)):
-            pass
-        fleet._version = WeightsVersion(0)
+        servers[0].hangs.clear()
+        revive_and_update(fleet)
         keys = set()
         for key, _, _ in stream:
             keys.add(key)
