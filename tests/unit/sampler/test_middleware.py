@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tepo_megatron.sampler.vllm.client import GENERATE
@@ -44,28 +44,25 @@ class Served:
         return ask(self.middleware, path)
 
 
-@pytest.mark.parametrize("path", [SAMPLES, GENERATE, "/v1/completions", "/v1/load_lora_adapter", "/what/comes/next"])
-def test_nothing_but_an_update_is_served_before_the_first_one_has_ended(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(monkeypatch, awaits=True)
-    for step in UPDATE:
-        status, message = served.post(path)
-        assert status == 409
-        assert f"{path}: this server has no weights yet" in message.decode()
-        assert served.post(step, status=200 if step != UPDATE[-1] else 500)[0] != 409
-    assert served.post(path)[0] == 409  # the update's end failed
-    served.post(UPDATE[-1])
-    assert served.post(path)[0] == (400 if path == SAMPLES else 200)  # the request for samples is empty
+OTHERS = (SAMPLES, GENERATE, "/v1/completions", "/v1/load_lora_adapter", "/what/comes/next")
+paths = st.sampled_from([*OTHERS, *sorted(ALLOWED - {ABORT, PROGRESS, FACTS})]) | st.sampled_from([UPDATE[-1], "/sleep"])
 
 
-@given(paths=st.lists(st.sampled_from([GENERATE, "/v1/completions", *sorted(ALLOWED - {ABORT, PROGRESS, FACTS})]), max_size=12))
-def test_samples_come_only_after_an_update_that_nothing_undid(paths: list[str]) -> None:
-    for awaits in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            served = Served(patch, awaits=awaits)
-        has_weights = not awaits
-        for path in paths:
-            assert served.post(path)[0] == (200 if path in ALLOWED or has_weights else 409)
-            has_weights = {"/finish_weight_update": True, "/sleep": False}.get(path, has_weights)
+@given(awaits=st.booleans(), requests=st.lists(st.tuples(paths, st.sampled_from([200, 500])), max_size=12))
+@example(awaits=True, requests=[(SAMPLES, 200), *((step, 200) for step in UPDATE), (SAMPLES, 200)])
+def test_samples_come_only_after_an_update_that_nothing_undid(awaits: bool, requests: list[tuple[str, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        served = Served(patch, awaits=awaits)
+    has_weights = not awaits
+    for path, status in requests:
+        answer, message = served.post(path, status)
+        if path in ALLOWED or has_weights:
+            assert answer == (400 if path == SAMPLES else status)  # the request for samples is empty
+        else:
+            assert answer == 409
+            assert f"{path}: this server has no weights yet" in message.decode()
+        if path == "/sleep" or (path, status) == (UPDATE[-1], 200):
+            has_weights = path != "/sleep"
 
 
 def test_an_update_lasts_from_its_first_request_to_the_end_of_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
