@@ -160,15 +160,15 @@ def started(server: ExternalServer) -> ExternalServer:
     return server
 
 
-def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_all(*_: Any, **__: Any) -> list[Any]:
-        raise ValueError("there is too little memory")
+def run_of(folder: Path, **server: Any) -> RunConfig:
+    server = {"placement": "external", "registry": str(folder), "interface": "lo", **server}
+    return RunConfig.model_validate({"rollout": {"server": server}, "output": str(folder)})
 
-    monkeypatch.setattr(Server, "make_all", make_all)
-    server = {"placement": "external", "registry": str(tmp_path), "interface": "lo"}
-    config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
+
+def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "make_all", MagicMock(side_effect=ValueError("there is too little memory")))
     with pytest.raises(ValueError, match="too little memory"):
-        serve_node(config, model_dir=Path("model"), node=0, nodes=1)
+        serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
     with pytest.raises(RuntimeError, match="too little memory"):
         wait(started(external_server(tmp_path)))
 
@@ -177,10 +177,8 @@ def test_servers_end_when_the_trainer_has_closed_their_registry(tmp_path: Path, 
     server = MagicMock(alive=True, url="http://127.0.0.1:1", port=1)
     monkeypatch.setattr(Server, "make_all", lambda *_, **__: [server])
     monkeypatch.setattr(external, "_WATCH_INTERVAL_S", 0.01)
-    section = {"placement": "external", "registry": str(tmp_path), "interface": "lo"}
-    config = RunConfig.model_validate({"rollout": {"server": section}, "output": str(tmp_path)})
     server.wait_ready.side_effect = lambda: (tmp_path / "closed").write_text("0\n")
-    serve_node(config, model_dir=Path("model"), node=0, nodes=1)
+    serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
     assert server.stop.call_count == 2  # before it starts, and at the end
 
 
@@ -208,39 +206,28 @@ def test_what_holds_the_servers_starts_again_after_a_kill_and_ends_with_its_star
         wait_until(lambda: file.exists() and file.read_text().count("\n") == count, TIMEOUT_S, f"{count} lives")
         return [int(line) for line in file.read_text().split()]
 
+    with servers_for_ranks(config):
+        first = lives(1)
+    assert not wait_gone(first, TIMEOUT_S)
     assert registry_for_ranks() is None
     with servers_for_ranks(config):
         registry = registry_for_ranks()
         assert registry is not None
         assert registry.stat().st_mode & 0o777 == 0o700
-        os.kill(lives(1)[0], signal.SIGKILL)
-        second = lives(2)[1]
-    assert not wait_gone([second], TIMEOUT_S)
-    assert registry_for_ranks() is None
-    with servers_for_ranks(config):
-        for count in (3, 4):
+        for count in (2, 3):
             os.kill(lives(count)[-1], signal.SIGKILL)
-        registry = registry_for_ranks()
-        assert registry is not None
         with pytest.raises(RuntimeError, match="holds the rollout servers ended with exit code -9, too often"):
             wait(started(external_server(registry)))
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(found: str | OSError, **config: Any) -> str:
-        def look(_name: str) -> str:
-            if isinstance(found, OSError):
-                raise found
-            return found
-
-        monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", look)
+        monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", MagicMock(side_effect=[found]))
         return with_local_address(ServerConfig(placement="external", registry=Path("r"), **config)).host
 
     assert address("10.1.2.3") == "10.1.2.3"
     assert address("10.1.2.3", interface="lo") == "127.0.0.1"
-    with pytest.raises(
-        ValueError, match=r"rollout\.server\.interface = 'none0' has no IPv4 address on .*; interfaces here: .*lo"
-    ):
+    with pytest.raises(ValueError, match=r"\.interface = 'none0' has no IPv4 address on .*; interfaces here: .*lo"):
         address("10.1.2.3", interface="none0")
     for found, what in (("127.0.1.1", r"loopback address 127\.0\.1\.1"), (OSError("unknown"), r"no address \(unknown\)")):
         with pytest.raises(ValueError, match=rf"stands for .*{what}.*set rollout\.server\.interface"):
@@ -288,8 +275,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
         return made[-1]
 
     monkeypatch.setattr("tepo_megatron.sampler.vllm.server.Server", make)
-    server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}
-    config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
+    config = run_of(tmp_path, count=4, tp=2, max_restarts=1)
     entries = [RegistryEntry(tmp_path, index) for index in range(4)]
     first: list[Any] = []
     turns = iter(
