@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path, rollout_fault, write_rollouts
 
 floats = st.floats(allow_nan=False)
@@ -43,8 +43,13 @@ def rollouts_with_masks(draw: st.DrawFn) -> Rollout:
     found = draw(plain_rollouts)
     size = found.response_ids.size
     mask = draw(st.none() | st.lists(st.booleans(), min_size=size, max_size=size))
-    top = draw(st.none() | tops)
-    return replace(found, loss_mask=None if mask is None else np.array(mask, np.bool_), teacher_top=top)
+    counts = draw(st.none() | st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    return replace(
+        found,
+        loss_mask=None if mask is None else np.array(mask, np.bool_),
+        teacher_top=draw(st.none() | tops),
+        sampling_mask=None if counts is None else SamplingMask(counts, draw(st.permutations(range(sum(counts))))),
+    )
 
 
 rollouts = rollouts_with_masks()
@@ -166,6 +171,8 @@ def test_a_whole_step_is_taken_and_one_that_misses_a_rollout_is_not(tmp_path: Pa
         (1, {"reward": NAN}, "the reward is nan"),
         (1, {"response_ids": (10,)}, "token 10 is not one of the model's 10"),
         (1, {"response_ids": (), "sampler_logprobs": ()}, "the prompt or the response has no token"),
+        (0, {"sampling_mask": SamplingMask([1, 1], [5, 6])}, "a sampling mask of 2 tokens for 1 response tokens"),
+        (2, {"sampling_mask": SamplingMask([1], [10])}, "token 10 is not one of the model's 10"),
     ],
 )
 def test_what_cannot_be_trained_on_is_named_with_its_line(

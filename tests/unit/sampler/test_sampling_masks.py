@@ -1,11 +1,10 @@
-"""Which tokens could have been drawn, from vLLM's log-probs to rollouts on disk: what cannot be right goes no further."""
+"""Which tokens could have been drawn, from vLLM's log-probs to responses of several parts; records: test_rollout_file.py."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import SamplingConfig
-from tepo_megatron.core.rollout import NO_TOKEN, Response, Rollout, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path, write_rollouts
+from tepo_megatron.core.rollout import NO_TOKEN, Response, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.sampling import Sample, Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
 from tepo_megatron.sampler.vllm.wire import SAMPLES, read_responses
@@ -75,21 +73,6 @@ def test_joined_parts_have_the_mask_of_both_and_an_environments_tokens_were_draw
     assert part.sampling_mask == SamplingMask([0, 1, 0, 0], [3])
     assert join_parts(part, rest).sampling_mask == SamplingMask([0, 1, 0, 0, 0, 2], [3, 1, 2])
     assert append_observation(replace(first, sampling_mask=None), token_ids([5])).sampling_mask is None
-
-
-def test_a_record_keeps_it_and_names_the_line_of_one_that_does_not_fit(tmp_path: Path) -> None:
-    mask = SamplingMask([2, 0], [3, 6])
-    good = Rollout("p", 0, [1], [4, 5], [-1.0, 0.0], "stop", WeightsVersion(0), sampling_mask=mask)
-    write_rollouts(tmp_path, 0, [good])
-    (read_back,) = Record.read(tmp_path, 0).rollouts
-    assert read_back == good
-    for wrong, message in (
-        (SamplingMask([2], [3, 6]), "line 3: a sampling mask of 1 tokens for 2 response tokens"),
-        (SamplingMask([1, 0], [8]), "line 3: token 8 is not one of the model's 8"),
-    ):
-        both = [good, replace(good, sampling_mask=wrong)]
-        with pytest.raises(ValueError, match=message):
-            check_rollouts(record_path(tmp_path, 0), both, step=0, prompts=1, samples=2, vocab_size=8)
 
 
 def test_a_server_is_asked_for_what_is_not_as_by_default_under_vllms_names() -> None:
