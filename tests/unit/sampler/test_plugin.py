@@ -1,4 +1,4 @@
-"""What our plugin changes in vLLM's processes: adapters, signatures, forks, and weights that are quantised on arrival."""
+"""What our plugin changes in vLLM's processes: adapters, signatures, forks, quantised weights, and speculation on CPUs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tepo_megatron.runtime.machine import read_cores
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
-from tepo_megatron.sampler.vllm.plugin.patches import sign_objects
+from tepo_megatron.sampler.vllm.plugin.patches import mend_expansion, sign_objects
 from tepo_megatron.sampler.vllm.wire import ADAPTER_NAME, ADAPTER_PATH, USE_ADAPTER
 from tests.support.launch import run_dist, run_world
 from tests.support.programs import run_python
@@ -145,17 +144,6 @@ def test_a_worker_takes_adapters_from_memory_only_where_each_has_a_layer() -> No
     with pytest.raises(RuntimeError, match=r"no place for the adapters of model\.layers\.0\.self_attn\.gate; set .*merged"):
         patches._adapters_from_memory(manager, request)
     patches._adapters.clear()
-
-
-@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1, max_size=4), st.data())
-def test_cores_are_read_as_they_are_written(workers: list[list[int]], data: st.DataObject) -> None:
-    def written(core: int) -> tuple[str, list[int]]:
-        more = data.draw(st.none() | st.integers(0, 3))
-        return (str(core), [core]) if more is None else (f"{core}-{core + more}", list(range(core, core + more + 1)))
-
-    parts = [[written(core) for core in cores] for cores in workers]
-    text = "|".join(",".join(part for part, _ in worker) for worker in parts)
-    assert read_cores(text) == [[core for _, meant in worker for core in meant] for worker in parts]
 
 
 VLLM = """
@@ -284,3 +272,29 @@ def test_a_worker_on_a_cpu_sleeps_between_looks_for_a_message(monkeypatch: pytes
         assert not spun
         for name in ("local_notify_socket", "write_cancel_socket", "read_cancel_socket"):
             getattr(reader, name).close(0)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.5, -1.0]), st.integers(0, 4)), min_size=1, max_size=6))
+def test_each_value_is_there_as_often_as_its_request_has_tokens(requests: list[tuple[float, int]]) -> None:
+    pytest.importorskip("vllm")
+    values, counts = zip(*requests, strict=True)
+    ends = torch.tensor(counts).cumsum(0).int()
+    from vllm.v1.sample import rejection_sampler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rejection_sampler, "expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens)
+        mend_expansion()
+        expand = rejection_sampler.expand_batch_to_tokens
+    found = expand(torch.tensor(values), ends, sum(counts), replace_from=-1.0, replace_to=1)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [1.0 if value == -1 else value for value, count in requests for _ in range(count)]
+
+
+def test_vllm_still_needs_it() -> None:
+    """When this fails, vLLM expands temperatures on CPUs by itself: then ``mend_expansion`` can go."""
+    import vllm._custom_ops  # noqa: F401 # vLLM's operators for this machine
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    output = torch.full((3,), torch.nan)
+    _expand_kernel_impl(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32), 0, 1)
+    assert output.isnan().all()

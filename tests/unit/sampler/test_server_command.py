@@ -21,7 +21,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.run.checks import check_model
-from tepo_megatron.runtime.machine import Machine, this_machine
+from tepo_megatron.runtime.machine import Machine, read_cores, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
@@ -36,8 +36,7 @@ from tepo_megatron.sampler.vllm.wire import (
     SPECULATES_VARIABLE,
 )
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
-from tepo_megatron.weights.architecture import Experts
-from tests.support.reshard_models import small_spec
+from tests.support.reshard_models import MOE, small_spec
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
 WORKER = "--worker-cls tepo_megatron.sampler.vllm.plugin.workers.Worker"
@@ -57,7 +56,6 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2
     [
         ({"placement": "colocated"}, "0", True, "--enable-sleep-mode", ""),
         ({"quantization": "fp8_per_channel"}, "0", False, "--quantization fp8_per_channel", ""),
-        ({"head_dtype": "float32"}, "0", False, '--hf-overrides {"head_dtype": "float32"}', ""),
         ({"head_dtype": "float32"}, "0", True, '--hf-overrides {"head_dtype": "float32"}', ""),
         ({"speculative": {"num_speculative_tokens": 3}}, "0", False, f"--speculative-config {NGRAM}", SPECULATES_VARIABLE),
         ({"routing_replay": True}, "0", False, "--enable-return-routed-experts", ROUTES_VARIABLE),
@@ -85,9 +83,7 @@ def test_a_longer_time_without_tokens_is_also_vllms_for_a_step(timeout_s: float,
     assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == limit
 
 
-def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_get_their_gpus_in_order_by_the_trainers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServerConfig(tp=2, count=2, placement="colocated")
     fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path, first_gpu=1)
 
@@ -121,6 +117,10 @@ def test_processes_are_forks_where_each_worker_has_its_cores(cores: str, tp: int
     assert (FORK_VARIABLE in made.environment(on_gpu=on_gpu)) == (WORKER in " ".join(command)) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
     assert command[1:3] == ["-m", "tepo_megatron.sampler.vllm.plugin.start" if forks else "vllm.entrypoints.openai.api_server"]
+
+
+def test_cores_of_a_server_are_lists_and_ranges_by_worker() -> None:
+    assert read_cores("0,2|1,3-5|7") == [[0, 2], [1, 3, 4, 5], [7]]
 
 
 @LINUX
@@ -281,8 +281,11 @@ def test_an_impossible_tp_is_a_sentence_that_names_the_field(tmp_path: Path, mon
     check_model(load_run(None, [*given, f"rollout.replay={tmp_path}"]))  # a replayed run starts no server
 
 
+MIXTRAL = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"], hidden_size=256, ffn_size=160)
+
+
 def test_experts_that_vllm_pads_to_blocks_are_refused_unless_it_loads_them_itself() -> None:
-    spec = small_spec(architecture="MixtralForCausalLM", experts=Experts(4, 2, renormalize=True), hidden_size=256, ffn_size=768)
+    spec = replace(MIXTRAL, ffn_size=768)
     blocks: dict[str, Any] = {"quantization": "fp8_per_block", "dtype": "bfloat16"}
     for config in (blocks, {"tp": 4}, blocks | {"tp": 4, "transfer": "gather"}):
         sampler_spec().check_model(ServerConfig.model_validate(config), spec)
@@ -292,11 +295,8 @@ def test_experts_that_vllm_pads_to_blocks_are_refused_unless_it_loads_them_itsel
     sampler_spec().check_model(ServerConfig.model_validate(blocks | {"tp": 4}), replace(spec, experts=None))
 
 
-def test_an_evaluation_takes_experts_that_vllm_pads_since_it_has_no_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = small_spec(architecture="MixtralForCausalLM", experts=Experts(4, 2, renormalize=True), hidden_size=256, ffn_size=160)
-    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.read_model_spec", lambda _: spec)
+def test_an_evaluation_has_no_plan_and_takes_padded_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.read_model_spec", lambda _: MIXTRAL)
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.load_tokenizer", Mock(side_effect=OSError("checked")))
     blocks = ["rollout.server.quantization=fp8_per_block", "rollout.uncorrected=true", "model.dtype=bfloat16"]
     with pytest.raises(OSError, match="checked"):
@@ -410,9 +410,7 @@ def test_more_servers_workers_and_weights_need_more() -> None:
     check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=True, machine=Machine(shared_memory=0))  # one worker
 
 
-def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited, hard = resource.RLIM_INFINITY, {resource.RLIMIT_NOFILE: 64}
     soft = {resource.RLIMIT_NOFILE: 40, resource.RLIMIT_AS: 2000 * MIB}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft.get(which, unlimited), hard.get(which, unlimited)))
