@@ -355,15 +355,9 @@ def test_flops_and_activations_are_those_of_the_chosen_experts() -> None:
     ("parallel", "message"),
     [
         (("tp=2", "dp=2"), r"tp = 2 with experts needs sequence parallelism.*sequence_parallel = true"),
-        (
-            ("dp=1", "tp=2", "sequence_parallel=true", "ep=2"),
-            r"ep × etp = 2 × 2 does not divide the 2 ranks of a pipeline stage",
-        ),
+        (("dp=1", "tp=2", "sequence_parallel=true", "ep=2"), r"ep × etp = 2 × 2 does not divide the 2 ranks of a pipeline"),
         (("dp=3", "ep=3"), r"ep = 3 does not divide the model's 8 experts"),
-        (
-            ("dp=4", "tp=2", "sequence_parallel=true", "etp=1"),
-            r"etp = 1 differs from tp = 2, which Megatron trains right only with ep > 1",
-        ),
+        (("dp=4", "tp=2", "sequence_parallel=true", "etp=1"), r"etp = 1 differs from tp = 2, which .* right only with ep > 1"),
     ],
 )
 def test_what_could_not_be_trained_is_refused(parallel: tuple[str, ...], message: str) -> None:

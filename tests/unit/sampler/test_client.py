@@ -94,11 +94,23 @@ def scored(prompt: list[int], logprobs: list[float]) -> bytes:
     return json.dumps({"prompt_logprobs": tokens}).encode()
 
 
-@pytest.mark.parametrize("reply", [b"{}", b'{"prompt_logprobs": null}', scored([4, 9], [-1.0]), scored([4, 9, 8], [-1.0] * 2)])
-def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> None:
+SCORES, SHARES = "the log-probs of the prompt", "what its weights are"
+
+
+@pytest.mark.parametrize(
+    ("what", "reply"),
+    [
+        *(
+            (SCORES, reply)
+            for reply in (b"{}", b'{"prompt_logprobs": null}', scored([4, 9], [-1.0]), scored([4, 9, 8], [-1.0] * 2))
+        ),
+        *((SHARES, reply) for reply in (b"{}", b'{"changed": null, "share": 1}', b'{"changed": [], "share": "all"}')),
+    ],
+)
+def test_what_answers_another_question_is_no_answer(what: str, reply: bytes, serve: Serve) -> None:
     client = serve(200, reply)
-    with pytest.raises(RuntimeError, match=f"^{URL} answered with something else than the log-probs of the prompt"):
-        client.prompt_logprobs((4, 9, 7))
+    with pytest.raises(ServerFault, match=f"^{URL} answered with something else than {what}"):
+        client.prompt_logprobs((4, 9, 7)) if what == SCORES else client.read_back()
 
 
 def test_the_top_k_leaves_out_the_prompts_own_token_only_if_it_is_one_too_many(serve: Serve) -> None:
@@ -114,12 +126,6 @@ def test_the_top_k_leaves_out_the_prompts_own_token_only_if_it_is_one_too_many(s
     assert top.tolist() == [[(1, -0.5), (2, -1.5)], [(3, -0.5), (7, -1.5)]]
     with pytest.raises(RuntimeError, match=r"something else than the log-probs of the prompt.*3 tokens are no top 4"):
         client.score((4, 9, 7), 4)
-
-
-@pytest.mark.parametrize("reply", [b"{}", b'{"changed": null, "share": 1}', b'{"changed": [], "share": "all"}'])
-def test_an_answer_without_shares_says_nothing_about_weights(serve: Serve, reply: bytes) -> None:
-    with pytest.raises(RuntimeError, match=f"^{URL} answered with something else than what its weights are"):
-        serve(200, reply).read_back()
 
 
 def test_one_connection_that_is_not_made_is_a_fault_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

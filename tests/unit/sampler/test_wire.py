@@ -14,22 +14,11 @@ from hypothesis import strategies as st
 from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.sampling import Sample, append_observation, join_parts
 from tepo_megatron.sampler.vllm.wire import BadAnswer, head_frame, read_responses, response_frame
-from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.faulty_server import answer, response
+from tests.support.reshard_models import MOE, small_spec
 
-SPEC = ModelSpec.of(
-    {
-        "architectures": ["MixtralForCausalLM"],
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 8,
-        "vocab_size": 16,
-        "num_local_experts": 4,
-    },
-    "test",
-)
+SPEC = small_spec(architecture="MixtralForCausalLM", num_layers=2, experts=MOE["MixtralForCausalLM"])
+"""Each of its two layers chooses two of four experts."""
 VERSIONS = [WeightsVersion(8, "a"), WeightsVersion(9, "abc")]
 
 
