@@ -33,9 +33,14 @@ from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(external, "_WATCH_INTERVAL_S", 0.01)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> ExternalServer:
     return external_server(tmp_path)
 
 
@@ -176,7 +181,6 @@ def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, 
 def test_servers_end_when_the_trainer_has_closed_their_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = MagicMock(alive=True, url="http://127.0.0.1:1", port=1)
     monkeypatch.setattr(Server, "make_all", lambda *_, **__: [server])
-    monkeypatch.setattr(external, "_WATCH_INTERVAL_S", 0.01)
     server.wait_ready.side_effect = lambda: (tmp_path / "closed").write_text("0\n")
     serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
     assert server.stop.call_count == 2  # before it starts, and at the end
