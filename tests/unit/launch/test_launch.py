@@ -356,7 +356,7 @@ def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("imported", ["importlib.metadata", "importlib_metadata"])
-def test_the_record_leaves_out_what_an_interrupted_installation_left(
+def test_the_record_leaves_out_interrupted_installations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: str
 ) -> None:
     pytest.importorskip(imported)  # the second one finds distributions for the first one, too

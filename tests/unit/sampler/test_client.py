@@ -78,7 +78,7 @@ def test_responses_come_back_with_key_and_parameters_sent(serve: Serve, sent: li
         (200, b"<html>", "something else than responses: b'<html>'"),
     ],
 )
-def test_an_error_carries_the_address_the_status_and_the_servers_words(
+def test_an_error_has_the_address_the_status_and_the_servers_words(
     serve: Serve, status: int, content: bytes, message: str
 ) -> None:
     with pytest.raises(RuntimeError) as caught:
@@ -138,9 +138,7 @@ def test_one_connection_that_is_not_made_is_a_fault_that_is_repeated(monkeypatch
 
 
 @pytest.mark.parametrize("fault", [ServerSilent, ServerFault])
-def test_a_score_does_not_wait_for_an_answer_that_stands_still(
-    fault: type[ServerFault], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_waits_for_no_answer_that_stands_still(fault: type[ServerFault], monkeypatch: pytest.MonkeyPatch) -> None:
     """The server counts as silent unless this process stood still, too."""
     if fault is ServerFault:
         monkeypatch.setattr("tepo_megatron.sampler.vllm.client.running_time", lambda: 0.0)

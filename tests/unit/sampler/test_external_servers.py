@@ -198,9 +198,7 @@ time.sleep(1000)
 """
 
 
-def test_what_holds_the_servers_starts_again_after_a_kill_and_ends_with_its_starter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_holds_the_servers_outlives_a_kill_but_not_its_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "held.py").write_text(HOLDER)
     monkeypatch.setattr(external, "_COMMAND", (sys.executable, str(tmp_path / "held.py"), str(tmp_path)))
     config = RunConfig.model_validate({"rollout": {"server": {"max_restarts": 1}}, "output": str(tmp_path)})

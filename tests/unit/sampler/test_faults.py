@@ -26,17 +26,19 @@ from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sam
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
 
+Groups = list[list[Response]]
+Servers = list[FaultyServer]
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
 SHORT_S = 3.0
 """For who hangs. The others answer in milliseconds, and in far less than this on a machine that is ten times slower."""
 
 
-def sample(fleet: Fleet) -> list[list[Response]]:
+def sample(fleet: Fleet) -> Groups:
     return fleet.generate(PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=3)
 
 
-@pytest.fixture
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Response]]:
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     server = FaultyServer()
     with fleet_of([server], tmp_path_factory.mktemp("good")) as (fleet, _):
         found = sample(fleet)
@@ -86,7 +88,7 @@ def first_two(behave: Behaviour) -> Behaviour:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_answer_is_asked_for_again_and_then_ends_the_server_with_the_first_cause(
-    name: str, server: FaultyServer, expected: list[list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, server: FaultyServer, expected: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behave, said = FAULTS[name]
     monkeypatch.setattr("tepo_megatron.sampler.fleet.stream.FIRST_PAUSE_S", 0.0)
@@ -120,9 +122,7 @@ def be_well(server: FaultyServer) -> None:
         server.always = answer_well
 
 
-def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_replaced(
-    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
-) -> None:
+def test_of_two_servers_one_that_answers_wrongly_is_replaced(servers: Servers, expected: Groups, tmp_path: Path) -> None:
     good, bad = servers
     bad.always, bad.after_start = with_nan, be_well
     with fleet_of(servers, tmp_path, max_retries=0) as (fleet, reports):
@@ -145,7 +145,7 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
         assert fleet.figures()["servers/restarts"] == 1
 
 
-def test_without_updates_a_server_that_was_started_again_is_asked_again(servers: list[FaultyServer], tmp_path: Path) -> None:
+def test_without_updates_a_server_that_was_started_again_is_asked_again(servers: Servers, tmp_path: Path) -> None:
     """A teacher's servers and an evaluation's have the right weights as soon as they are there."""
     bad = servers[1]
     bad.always, bad.after_start = with_nan, be_well
@@ -161,7 +161,7 @@ def test_without_updates_a_server_that_was_started_again_is_asked_again(servers:
         assert eventually(lambda: not fleet._away)
 
 
-def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers: list[FaultyServer], tmp_path: Path) -> None:
+def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers: Servers, tmp_path: Path) -> None:
     late, second, good = *servers, FaultyServer()
     gate = threading.Event()
     for bad in (late, second):
@@ -185,8 +185,8 @@ def test_an_update_waits_for_two_replacements_of_which_the_first_is_late(servers
     good.close()
 
 
-def test_a_canary_passes_over_servers_that_wait_for_the_next_update(
-    servers: list[FaultyServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_canary_asks_no_server_that_waits_for_an_update(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Client, "read_back", Client.resume)  # any request
     good, bad = servers
@@ -257,7 +257,7 @@ def test_whatever_an_answer_is_changed_to_it_is_refused_or_right(data: st.DataOb
 
 
 def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
-    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+    servers: Servers, expected: Groups, tmp_path: Path
 ) -> None:
     """It answers neither samples nor the question for its progress."""
     _, bad = servers
@@ -274,9 +274,7 @@ def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
 
 
 @pytest.mark.slow
-def test_a_slow_server_that_makes_tokens_is_left_alone(
-    server: FaultyServer, expected: list[list[Response]], tmp_path: Path
-) -> None:
+def test_a_slow_server_that_makes_tokens_is_left_alone(server: FaultyServer, expected: Groups, tmp_path: Path) -> None:
     """By samples, and by a canary, since vLLM's priority passes no running request."""
 
     def slow(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
@@ -329,7 +327,7 @@ def test_a_server_that_hangs_or_fails_in_an_update_counts_as_dead(
         assert fleet.weights_version == WeightsVersion(1)
 
 
-def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
+def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: Servers, tmp_path: Path) -> None:
     class Waiting(Sender):
         def join_group(self) -> None:
             raise RuntimeError("2 of 3 members of the weight-transfer group joined within 1 s")
@@ -377,7 +375,7 @@ class Broken(FaultyServer):
 
 
 @pytest.mark.parametrize(("works", "restarts", "ends"), [((1, 3), 2, ""), ((1,), 3, "died 4 times")])
-def test_a_restart_that_fails_is_repeated_as_often_as_restarts_are_allowed(
+def test_a_restart_that_fails_is_repeated_as_often_as_allowed(
     tmp_path: Path, works: tuple[int, ...], restarts: int, ends: str
 ) -> None:
     server = Broken()

@@ -87,9 +87,7 @@ def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[
         assert len(drawn(stream)) == 5
 
 
-def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
-    servers: list[FaultyServer], tmp_path: Path
-) -> None:
+def test_what_a_lost_server_owes_the_other_draws_and_no_more(servers: list[FaultyServer], tmp_path: Path) -> None:
     def half(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
         server.always = answer_well
         server.alive = False
@@ -109,9 +107,7 @@ def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
         fleet._take_back()
 
 
-def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weights_yet(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_a_stream_asks_no_revived_server_that_has_no_weights_yet(server: FaultyServer, tmp_path: Path) -> None:
     """An update fails and all servers are revived, in another thread, before the stream sees what became of its requests."""
     server.hangs = {SAMPLES}
     with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
@@ -134,9 +130,7 @@ def revive_and_update(fleet: Fleet) -> None:
     fleet._version = WeightsVersion(0)
 
 
-def test_after_all_servers_were_started_again_an_idle_stream_asks_the_new_ones(
-    servers: list[FaultyServer], tmp_path: Path
-) -> None:
+def test_an_idle_stream_asks_the_servers_that_were_revived(servers: list[FaultyServer], tmp_path: Path) -> None:
     with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         fleet._end()
         revive_and_update(fleet)
@@ -146,9 +140,7 @@ def test_after_all_servers_were_started_again_an_idle_stream_asks_the_new_ones(
         assert fleet.figures()["requests/retried"] == 0
 
 
-def test_a_lane_that_was_replaced_takes_its_requests_along_and_not_the_newer_one(
-    servers: list[FaultyServer], tmp_path: Path
-) -> None:
+def test_a_lane_that_was_replaced_takes_its_own_requests_along(servers: list[FaultyServer], tmp_path: Path) -> None:
     """Both servers end at once with requests, and are there again before the stream looks."""
     servers[0].hangs = servers[1].hangs = {SAMPLES}
     with fleet_of(servers, tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
@@ -286,9 +278,7 @@ def test_a_server_that_dies_while_it_changes_over_is_revived_asleep(
     assert served(server) == [JOIN, WEIGHTS, *UPDATE]
 
 
-def test_a_server_that_only_seemed_dead_is_put_to_sleep_before_it_gets_weights(
-    server: FaultyServer, fleet: Fleet, sender: Any
-) -> None:
+def test_a_server_that_only_seemed_dead_sleeps_before_it_gets_weights(server: FaultyServer, fleet: Fleet, sender: Any) -> None:
     fleet.update_weights_from_shards(WeightsVersion(1), sender)
     fleet.wake_up()
     server.kills = {SAMPLES}

@@ -135,9 +135,7 @@ async def _nothing(scope: Any, receive: Any, send: Any) -> None: ...
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_the_task_that_waits_is_cancelled_before_what_it_waits_on_is_closed(
-    quiet: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_is_cancelled_before_what_it_waits_on_is_closed(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "key")
 
     async def end() -> Engine:
