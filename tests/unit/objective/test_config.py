@@ -56,6 +56,11 @@ def test_a_reference_model_is_needed_where_a_kl_term_is_against_it(preset, term)
     assert ObjectiveConfig(preset=preset, **{term: {"against": "reference"}}).needs_reference
 
 
+AUTO = {"scale": "length", "low": "auto"}
+MEANS = ({"kind": "token"}, {"kind": "sequence"}, {"kind": "power_mean", "p": 1.0})
+FOR_SUMS = r"objective\.trust_region\.kind = 'length_clip' with objective\.ratio\.kind.*length_normalized = false"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -63,6 +68,13 @@ def test_a_reference_model_is_needed_where_a_kl_term_is_against_it(preset, term)
         ({"preset": "clip_cov", "trust_region": {"cov_low": 9.0}}, "above cov_high"),
         ({"mismatch": {"kind": "mask", "low": 6.0}}, "must be below mismatch.high"),
         ({"rejection": {"low": 2, "high": 1}}, "rejection.low = 2 must be below rejection.high = 1"),
+        ({"preset": "grpo", "trust_region": {"scale": "length", "low": 0.03}}, r"objective\.ratio\.kind = 'token'"),
+        ({"trust_region": {"scale": "fixed", "low": "auto"}}, r"set trust_region\.scale = length"),
+        ({"trust_region": {"scale": "length", "share": 0.1}}, "set low or high = auto, or leave share out"),
+        ({"trust_region": {**AUTO, "share": 0.5}}, r"less than 0\.5"),
+        ({"trust_region": {**AUTO, "share": 0}}, "greater than 0"),
+        *(({"trust_region": {"kind": "length_clip"}, "ratio": ratio}, FOR_SUMS) for ratio in MEANS),
+        ({"preset": "fspo", "ratio": {"kind": "prefix"}}, FOR_SUMS),
         ({"advantage": {"overlong": {"max_tokens": 8, "buffer_tokens": 8}}}, "must be below max_tokens"),
         ({"kl_mask": {"falling": "first_order", "tolerance": 0.0}}, r"tolerance = 0\.0 does nothing .*set falling = measured"),
         (
@@ -76,13 +88,22 @@ def test_impossible_values(given, message):
         ObjectiveConfig.model_validate(given)
 
 
-def test_a_range_that_does_not_belong_to_its_ratio_is_warned_of():
-    with pytest.warns(UserWarning, match=r"'sequence_token' with a trust region of 0\.2.*3e-4 is usual"):
-        ObjectiveConfig(trust_region={"scale": "fixed", "low": 0.2})
-    with pytest.warns(UserWarning, match="'sequence' with a trust region"):
-        ObjectiveConfig(preset="gspo", trust_region={"high": 0.06})
-    with pytest.warns(UserWarning, match="token ratios leave that range"):
-        ObjectiveConfig(ratio={"kind": "token"}, trust_region={"scale": "fixed"})
+FAR = r"trust_region\.low = {:g} with scale = length .*{}; .*give scale = fixed"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trust_region": {"scale": "fixed", "low": 0.2}}, r"'sequence_token' with a trust region of 0\.2.*3e-4 is usual"),
+        ({"preset": "gspo", "trust_region": {"high": 0.06}}, "'sequence' with a trust region"),
+        ({"ratio": {"kind": "token"}, "trust_region": {"scale": "fixed"}}, "token ratios leave that range"),
+        ({"trust_region": {"low": 3e-4}}, FAR.format(3e-4, "hardly anything lies within")),
+        ({"trust_region": {"low": 0.2}}, FAR.format(0.2, "hardly a response reaches it")),
+    ],
+)
+def test_a_range_that_does_not_belong_to_its_ratio_is_warned_of(given, message):
+    with pytest.warns(UserWarning, match=message):
+        ObjectiveConfig(**given)
 
 
 def test_the_table_of_presets_needs_no_torch():
@@ -124,21 +145,14 @@ def step():
 @pytest.mark.parametrize("field", ["old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T"])
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])
 def test_values_that_are_not_finite_at_a_response_token(step, field, value):
-    objective, batch, scores = step
+    objective, batch, _ = step
     broken = getattr(batch, field).clone()
     broken[4] = value  # outside the mask: not read
     objective.prepare(batch.with_(**{field: broken}))
     broken[3] = value
-    with pytest.raises(
-        ValueError, match=rf"{field} is {value} at token 3 \(sequence 1, label \d+\).*take the token out of loss_mask_T"
-    ):
+    message = rf"{field} is {value} at token 3 \(sequence 1, label \d+\).*take the token out of loss_mask_T"
+    with pytest.raises(ValueError, match=message):
         objective.prepare(batch.with_(**{field: broken}))
-    with pytest.raises(ValueError, match=r"scores.entropy has shape \(3,\)"):
-        objective(replace(scores, entropy=scores.entropy[:3]), batch, objective.prepare(batch))
-    logprob = scores.logprob.detach().clone()
-    logprob[1] = value
-    with pytest.raises(ValueError, match=rf"scores.logprob is {value} at token 1"):
-        objective(replace(scores, logprob=logprob), batch, objective.prepare(batch))
 
 
 @pytest.mark.parametrize(
@@ -163,16 +177,24 @@ def test_a_step_that_is_not_whole_is_refused(step, config, changes, message):
         objective(scores, broken, objective.prepare(broken))
 
 
-def test_a_first_order_mask_needs_the_slope(step):
+NAN_AT_1 = torch.where(torch.arange(5) == 1, torch.nan, 0.0).double()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"entropy": torch.ones(3)}, r"scores\.entropy has shape \(3,\)"),
+        ({"logprob": NAN_AT_1}, r"scores\.logprob is nan at token 1"),
+        ({"logprob": NAN_AT_1.nan_to_num(-torch.inf)}, r"scores\.logprob is -inf at token 1"),
+        ({"entropy_slope": NAN_AT_1}, r"scores\.entropy_slope is nan at token 1"),
+        ({"entropy_slope": None}, r"needs scores\.entropy_slope; score with logprob_and_entropy"),
+    ],
+)
+def test_scores_that_a_first_order_mask_cannot_use_are_refused(step, changes, message):
     _, batch, scores = step
     objective = build_objective(ObjectiveConfig(kl_mask={"falling": "first_order"}))
-    context = objective.prepare(batch)
-    with pytest.raises(ValueError, match=r"needs scores\.entropy_slope; score with logprob_and_entropy"):
-        objective(replace(scores, entropy_slope=None), batch, context)
-    broken = scores.entropy_slope.clone()
-    broken[1] = torch.nan
-    with pytest.raises(ValueError, match=r"scores\.entropy_slope is nan at token 1"):
-        objective(replace(scores, entropy_slope=broken), batch, context)
+    with pytest.raises(ValueError, match=message):
+        objective(replace(scores, **changes), batch, objective.prepare(batch))
 
 
 def test_an_unknown_preset_names_the_known_and_the_nearest():
