@@ -16,7 +16,6 @@ from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.types import Batch, TokenScores
 from tests.support.objective_batches import doubles, outputs_of, plain_step, surrogates
 
 # weights 0.4 and 3 in a sequence of two tokens: product 1.2, geometric mean 1.0954; and 6 alone
@@ -177,26 +176,21 @@ class World:
         """[sequences, length]."""
         return (self.states @ head.t()).log_softmax(-1).gather(-1, self.tokens[..., None])[..., 0]
 
-    def batch(self, sampler: Tensor) -> Batch:
-        """The responses of every sequence without prompts, packed; advantages are the reward minus its mean for each prompt."""
-        probabilities, rewards = self.logprobs(self.head).sum(1).exp().view(PROMPTS, -1), self.rewards.view(PROMPTS, -1)
-        advantages = (rewards - (probabilities * rewards).sum(1, keepdim=True)).view(-1)
-        old, drawn = self.logprobs(self.head).view(-1), self.logprobs(sampler).view(-1)
-        lengths = [self.tokens.shape[1]] * len(self.tokens)
-        return plain_step(lengths, advantages, old, old, sampler=drawn, labels=self.tokens.view(-1))[0]
-
     def gradient(self, preset: str, mismatch: dict[str, Any] | None, sampler: Tensor) -> Tensor:
-        """The objective's gradient with respect to the trainer's head, over responses that ``sampler`` draws."""
-        objective = build_objective(ObjectiveConfig.model_validate({"preset": preset, "mismatch": mismatch}))
-        batch = self.batch(sampler)
-        context = objective.prepare(batch)
-        head = self.head.clone().requires_grad_()
-        logprobs = self.logprobs(head)
-        loss = torch.zeros((), dtype=torch.float64)
-        for number, probability in enumerate(self.logprobs(sampler).sum(1).exp()):
-            scores = TokenScores(logprobs[number], torch.ones_like(logprobs[number]))
-            loss = loss + probability * objective(scores, batch.select([number]), context).numerator
-        return torch.autograd.grad(loss, head)[0]
+        """The objective's gradient with respect to the trainer's head, over responses that ``sampler`` draws.
+
+        Advantages are the reward minus its mean for each prompt. They are multiplied by the response's probability: the
+        surrogate is linear in them.
+        """
+        head, drawn = self.head.clone().requires_grad_(), self.logprobs(sampler)
+        new = self.logprobs(head)
+        old = new.detach()
+        probabilities, rewards = old.sum(1).exp().view(PROMPTS, -1), self.rewards.view(PROMPTS, -1)
+        advantages = (rewards - (probabilities * rewards).sum(1, keepdim=True)).view(-1) * drawn.sum(1).exp()
+        lengths = [self.tokens.shape[1]] * len(self.tokens)
+        step = Step(*plain_step(lengths, advantages, new.view(-1), old.view(-1), sampler=drawn.view(-1)))
+        output = step.output(build_objective(ObjectiveConfig.model_validate({"preset": preset, "mismatch": mismatch})))
+        return torch.autograd.grad(output.numerator, head)[0]
 
     def bias(self, preset: str, mismatch: dict[str, Any] | None) -> float:
         """The distance from the gradient under the trainer's own samples, as a share of its length."""
