@@ -30,6 +30,7 @@ from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import last_word
 from tests.support.data_files import write_jsonl
+from tests.unit.evaluate.test_estimators import accuracy_of_the_vote
 from tests.unit.test_extending import section
 
 TOKENIZER = load_tokenizer(resolve_model_path("builtin:tiny"))
@@ -124,8 +125,9 @@ def test_figures_are_means_over_the_problems(data: st.DataObject, size: int, n: 
         for some in of.ks:
             expected[f"pass@{some}"] = fmean(fmean(map(any, combinations(group[1:], some))) for group in correct)
             if some > 1:
-                votes = [list(zip(group[1:], right[1:], strict=True)) for group, right in zip(texts, correct, strict=True)]
-                expected[f"maj@{some}"] = fmean(fmean(map(vote, combinations(group, some))) for group in votes)
+                answers = [[text or None for text in group[1:]] for group in texts]
+                votes = [zip(group, right[1:], strict=True) for group, right in zip(answers, correct, strict=True)]
+                expected[f"maj@{some}"] = fmean(fmean(map(accuracy_of_the_vote, combinations(group, some))) for group in votes)
     names = {"greedy": "accuracy/greedy", f"avg@{n}": f"accuracy/avg@{n}", f"pass@{n}": f"accuracy/pass@{n}"}
     names |= {name: f"heldout/{name}" for name in ("reward_greedy", "reward_sampled")}
     of_heldout = {names[name]: value for name, value in expected.items() if name in names}
@@ -143,12 +145,6 @@ def test_figures_are_means_over_the_problems(data: st.DataObject, size: int, n: 
         assert (row["greedy"]["response"], row["greedy"]["correct"]) == (texts[number][0], correct[number][0])
         assert ("error" in row["greedy"]) == (number not in scored)
         assert number not in scored or [sample["reward"] for sample in row["sampled"]] == reward[number][1:]
-
-
-def vote(responses: Sequence[tuple[str, bool]]) -> float:
-    texts = [text for text, _ in responses if text]
-    winners = {text for text in texts if texts.count(text) == max(map(texts.count, texts))}
-    return fmean(dict(responses)[text] for text in winners) if winners else 0.0
 
 
 def test_the_first_problems_are_used_and_without_any_verdict_there_is_no_mean_reward() -> None:
@@ -307,34 +303,29 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
     (tmp_path / "parts.py").write_text(
         "def parts(problem, response):\n    return {'right': response == problem.answer, 'form': 1}\n"
     )
-    reward = {"verifier": f"{tmp_path / 'parts.py'}:parts"}
+    run = RunConfig.model_validate({"reward": {"verifier": f"{tmp_path / 'parts.py'}:parts"}})
     own = {"path": "builtin:addition-heldout", "problems": 2, "samples": 2, "verifier": "exact"}
-    for correct, of_own, why in [
-        (None, None, r"evaluate\.correct = null names no component .* has right, form"),
-        ("rihgt", None, r"evaluate\.correct = rihgt names no component .* has right, form"),
-        ("right", "right", r"evaluate\.sets\.own\.correct = right, but the verifier returns a number"),
-        ("right", None, None),
-        ("ok, right", None, None),
-    ]:
-        sets = {"sums": {**own, "verifier": None, "majority": "verifier"}, "own": {**own, "correct": of_own}}
-        evaluate = {"correct": correct, "problems": 2, "samples": 2, "sets": sets}
-        config = RunConfig.model_validate({"reward": reward, "evaluate": evaluate})
-        chosen = EvaluationSet.load_all(config, TOKENIZER)
-        generate = Answers([["", problem.answer, "1"] for problem in PROBLEMS[:2]])
-        with VerifierTask(config.reward, config.data) as task:
-            task.rehearse(PROBLEMS)
-            with (
-                pytest.raises(ValueError, match=why) if why else nullcontext(),
-                verifier_pools(config, chosen, task, PROBLEMS) as pools,
-            ):
+    generate = Answers([["", problem.answer, "1"] for problem in PROBLEMS[:2]])
+    with VerifierTask(run.reward, run.data) as task:
+        task.rehearse(PROBLEMS)
+        for correct, of_own, why in [
+            (None, None, r"evaluate\.correct = null names no component .* has right, form"),
+            ("rihgt", None, r"evaluate\.correct = rihgt names no component .* has right, form"),
+            ("right", "right", r"evaluate\.sets\.own\.correct = right, but the verifier returns a number"),
+            ("right", None, None),
+            ("ok, right", None, None),
+        ]:
+            sets = {"sums": {**own, "verifier": None, "majority": "verifier"}, "own": {**own, "correct": of_own}}
+            evaluate = {"correct": correct, "problems": 2, "samples": 2, "sets": sets}
+            config = RunConfig.model_validate({"reward": run.reward, "evaluate": evaluate})
+            chosen = EvaluationSet.load_all(config, TOKENIZER)
+            refused = pytest.raises(ValueError, match=why) if why else nullcontext()
+            with refused, verifier_pools(config, chosen, task, PROBLEMS) as pools:
                 result = evaluate_both(config, PROBLEMS, chosen, generate, pools=pools)
                 assert (result.metrics["accuracy/greedy"], result.metrics["accuracy/avg@2"]) == (0.0, 0.5)
                 assert (result.metrics["eval/sums/avg@2"], result.metrics["eval/sums/maj@2"]) == (0.5, 0.5)
-        with (
-            pytest.raises(ValueError, match=why) if why and not of_own else nullcontext(),
-            VerifierTask(config.reward, config.data) as task,
-        ):
-            evaluate_both(config, PROBLEMS, [], generate, pools={None: task})
+            with pytest.raises(ValueError, match=why) if why and not of_own else nullcontext():
+                evaluate_both(config, PROBLEMS, [], generate, pools={None: task})
 
 
 def test_sets_are_enough_to_evaluate_on(tmp_path: Path) -> None:

@@ -79,13 +79,9 @@ def test_a_run_is_no_model_and_an_evaluation_may_cut_as_a_trainer_may_not(tmp_pa
     (tmp_path / "run.yaml").write_text("data: {heldout: x.jsonl}\n")
     said = " ".join(invoke("eval", tmp_path / "run.yaml", code=1).output.split())
     assert "run.yaml is a file; tepo eval takes a model's folder" in said
-    given = (
-        "data.train=x.jsonl",
-        "data.heldout=x.jsonl",
-        "rollout.sampling.top_p=0.9",
-        "train.keep_best.metric=accuracy/avg@9",
-    )
-    assert "the model folder none does not exist" in " ".join(invoke("eval", "none", *given, code=1).output.split())
+    data = ("data.train=x.jsonl", "data.heldout=x.jsonl")
+    refused = invoke("eval", "none", *data, "rollout.sampling.top_p=0.9", "train.keep_best.metric=accuracy/avg@9", code=1)
+    assert "the model folder none does not exist" in " ".join(refused.output.split())
 
 
 def test_sets_of_several_models_in_one_folder_are_refused(tmp_path: Path) -> None:
