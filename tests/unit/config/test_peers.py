@@ -88,10 +88,7 @@ def test_every_field_that_the_table_names_is_one() -> None:
         ("loss_type=grpo", "did you mean objective.preset?"),
         ("per_device_train_batch_size=9", "did you mean rollout.prompts_per_step or train.minibatches?"),
         ("train.ppo_epochs=2", "did you mean train.epochs_per_batch?"),
-        (
-            "grpo={num_prompts_per_step: 8}",
-            "it is a section of NeMo-RL, such as grpo.num_prompts_per_step: tepo config from-nemo-rl",
-        ),
+        ("grpo={num_prompts_per_step: 8}", "section of NeMo-RL, such as grpo.num_prompts_per_step: tepo config from-nemo-rl"),
         ("actor_rollout_ref={rollout: {n: 8}}", "it is a section of verl"),
         ("report_to=wandb", "did you mean log.tensorboard or log.wandb?"),
     ],

@@ -9,11 +9,12 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, load_run
-from tepo_megatron.weights.architecture import Experts, ModelSpec
+from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.reshard_models import MOE, small_spec
 
 BIAS, AUX = "engine.moe_balance.kind=expert_bias", "engine.moe_balance.kind=aux_loss"
-DOCKER, LOCAL, IMAGE = "cluster.executor=docker", "cluster.executor=local", "cluster.container=a"
+DOCKER, LOCAL, KUBERNETES = (f"cluster.executor={name}" for name in ("docker", "local", "kubernetes"))
+IMAGE = "cluster.container=a"
 REDUCE = "engine.overlap_grad_reduce=true"
 MXFP8 = ["engine.fp8.recipe=mxfp8", "engine.fp8.params=true", "optimizer.distributed=true", "model.dtype=bfloat16"]
 AGAIN = ["engine.recompute=selective", "engine.recompute_modules=[layernorm]", "model.dtype=bfloat16"]
@@ -58,7 +59,7 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         (["cluster.spare_nodes=1", "cluster.train_nodes=2"], "spare_nodes = 1 replace a node when the ranks start again"),
         (["cluster.spare_nodes=1", "train.max_restarts=3"], "spare_nodes = 1 cannot replace the first node"),
         ([DOCKER, "cluster.partition=h100"], "cluster: partition = h100 does nothing with executor = docker"),
-        (["cluster.executor=kubernetes", IMAGE, "cluster.max_requeues=0"], "max_requeues = 0 does nothing with"),
+        ([KUBERNETES, IMAGE, "cluster.max_requeues=0"], "max_requeues = 0 does nothing with"),
         ([LOCAL, IMAGE], "container = a does nothing with executor = local; set executor = docker"),
         ("cluster.kubernetes={}", "section kubernetes does nothing with executor = slurm; set executor = kubernetes, or leave"),
         (["cluster.executor=lepton", IMAGE], "needs the section lepton with node_group, resource_shape, storage"),
@@ -67,20 +68,18 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("cluster.rollout_python=b", "rollout_python is for nodes of servers, and with rollout_nodes = 0 the trainer's start"),
         ("cluster.rollout_container=b", "rollout_container is for nodes of servers, and with rollout_nodes = 0 the trainer's"),
         (
-            ["cluster.executor=kubernetes", "cluster.container=a", "cluster.rollout_container=b"],
-            "executor = kubernetes gives all nodes one image; leave rollout_container out, and name rollout_python in it",
+            [KUBERNETES, IMAGE, "cluster.rollout_container=b"],
+            "gives all nodes one image; leave rollout_container out, and name",
         ),
-        (
-            ["cluster.executor=skypilot", "cluster.container=a", "cluster.skypilot.infra=aws"],
-            "cluster.executor = skypilot needs the name of the GPU; set cluster.skypilot.gpus",
-        ),
-        (
-            ["cluster.executor=local", "cluster.rollout_nodes=1", "cluster.gpus_per_node=1"],
-            "cluster.executor = local and cluster.gpus_per_node = 1, but ranks and workers of servers need 2; make them fewer",
-        ),
+        (["cluster.executor=skypilot", IMAGE, "cluster.skypilot.infra=aws"], "name of the GPU; set cluster.skypilot.gpus"),
+        ([LOCAL, "cluster.rollout_nodes=1", "cluster.gpus_per_node=1"], "but ranks and workers of servers need 2; make them"),
         ("cluster.executor=k8s", 'cluster.executor: got "k8s"; allowed: "slurm", "local", "docker", "skypilot"'),
         ("engine.noise_every=0", "kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none"),
         (["objective.trust_region.low=auto", "train.minibatches=1"], "every ratio is 1; set train.minibatches = 4"),
+        (
+            "objective={preset: gdpo, advantage: {weights: [1, 2]}}",
+            "weights has 2 entries, and reward.weights names none; a run",
+        ),
         ("objective.kl={}", "objective.kl = {} does not say what it switches on"),
         ("output=/proc/x", "a run cannot write to the system's own /proc"),
         ("output=/dev/x", "a run cannot write to the system's own /dev"),
@@ -148,22 +147,22 @@ def test_sampling_that_can_be_scored_is_accepted() -> None:
         assert (sampling.truncates, sampling.needs_tokenizer) == (truncates, needs_tokenizer)
 
 
+DENSE = small_spec()
+MIXTRAL, GLM = (small_spec(architecture=name, experts=MOE[name]) for name in ("MixtralForCausalLM", "Glm4MoeForCausalLM"))
+
+
 def test_a_model_must_have_what_is_balanced() -> None:
-    names = ("MixtralForCausalLM", "Glm4MoeForCausalLM")
-    mixtral, glm = (small_spec(architecture=name, experts=MOE[name]) for name in names)
-    small_spec().check_balance("none")
-    mixtral.check_balance("aux_loss")
-    glm.check_balance("expert_bias")
+    DENSE.check_balance("none")
+    MIXTRAL.check_balance("aux_loss")
+    GLM.check_balance("expert_bias")
     for kind in ("aux_loss", "expert_bias"):
         with pytest.raises(ValueError, match=f"kind = {kind} balances experts, and LlamaForCausalLM has none"):
-            small_spec().check_balance(kind)
+            DENSE.check_balance(kind)
     with pytest.raises(ValueError, match=r"bias on each expert's score, and MixtralForCausalLM has none, in"):
-        mixtral.check_balance("expert_bias")
+        MIXTRAL.check_balance("expert_bias")
 
 
-DENSE = ModelSpec("LlamaForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512)
-MIXTURE = ModelSpec("MixtralForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512, experts=Experts(8, 2, True))
-MIXED = replace(MIXTURE, architecture="Glm4MoeForCausalLM", dense_layers=1, dense_ffn_size=512)
+MIXED = replace(GLM, dense_layers=1, dense_ffn_size=16)
 MODULES = {"core_attn", "mlp", "moe", "moe_act", "layernorm"}
 
 
@@ -172,8 +171,8 @@ MODULES = {"core_attn", "mlp", "moe", "moe_act", "layernorm"}
     [
         (DENSE, False, {"core_attn", "mlp"}),
         (DENSE, True, {"core_attn", "mlp"}),
-        (MIXTURE, False, {"core_attn", "moe"}),
-        (MIXTURE, True, MODULES - {"mlp"}),
+        (MIXTRAL, False, {"core_attn", "moe"}),
+        (MIXTRAL, True, MODULES - {"mlp"}),
         (MIXED, False, {"core_attn", "mlp", "moe"}),
         (MIXED, True, MODULES),
     ],

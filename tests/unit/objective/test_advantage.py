@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.run import RunConfig
 from tepo_megatron.core.objective.compose import build_objective
-from tests.support.objective_batches import make_batch, plain_step
+from tests.support.objective_batches import doubles, make_batch, plain_step
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0]), st.integers(-2, 2)), min_size=1, max_size=12)
 STDS = st.sampled_from(["sample", "population"])
@@ -57,7 +56,7 @@ def _over_deviation(values, counts, std="sample"):
 
 
 def _assert_close(result, expected, atol=1e-9):
-    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=atol)
+    torch.testing.assert_close(result, doubles(*expected), rtol=1e-9, atol=atol)
 
 
 @given(REWARDS, st.sampled_from(["group", "no_std", "leave_one_out", "divide_by_mean"]), STDS)
@@ -65,7 +64,7 @@ def test_matches_plain_arithmetic(pairs, kind, std):
     """Groups of any size, anywhere in the batch; equal rewards and groups of one give exactly 0."""
     rewards, groups = zip(*pairs, strict=True)
     options = {"std": std} if kind == "group" and std != "sample" else {}  # which is the default
-    result = _advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), kind=kind, **options)
+    result = _advantages(doubles(*rewards), torch.tensor(groups), kind=kind, **options)
     _assert_close(result, _by_hand(rewards, groups, kind, std))
     flat = [len({r for r, g in pairs if g == group}) == 1 for group in groups]
     assert all(value == 0 for value, is_flat in zip(result.tolist(), flat, strict=True) if is_flat)
@@ -81,7 +80,7 @@ def test_whitened_over_responses_or_tokens(pairs, data):
         ("responses", _over_deviation(centred, [1] * len(pairs))),
         ("tokens", _over_deviation([value - mean for value in centred], lengths)),
     ):
-        tensors = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+        tensors = doubles(*rewards), torch.tensor(groups)
         _assert_close(_advantages(*tensors, lengths, kind="whitened", over=over), expected)
 
 
@@ -91,7 +90,7 @@ def test_gdpo_is_the_weighted_sum_of_rewards_that_are_normalised_one_by_one(pair
     columns = [[*rewards[shift:], *rewards[:shift]] for shift in range(len(weights))]
     normalised = [_by_hand(column, groups, "group", std) for column in columns]
     total = [math.fsum(w * value for w, value in zip(weights, row, strict=True)) for row in zip(*normalised, strict=True)]
-    parts = torch.tensor(columns, dtype=torch.float64).T
+    parts = doubles(*columns).T
     given = {"kind": "gdpo", "weights": tuple(weights), "std": std, "eps": 1e-6}
     result = _advantages(torch.zeros(len(pairs)), torch.tensor(groups), parts=parts, **given)
     _assert_close(result, _over_deviation(total, [1] * len(pairs), std), atol=1e-7)  # sums that cancel, divided by eps
@@ -111,20 +110,16 @@ def _refused(weights=(1, 2), **changes):
     return objective.advantages(make_batch([[True]] * 4)[0].with_(**changes))
 
 
+PAIR = torch.tensor([0, 0])
+
+
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
         (lambda: _refused(reward_parts_SK=None), r"weights has 2 entries, but the rewards have shape \(4, 1\)"),
         (lambda: _refused(weights=[2.0]), "at least 2 items"),
-        (
-            lambda: RunConfig.model_validate({"objective": {"preset": "gdpo", "advantage": {"weights": [1, 2]}}}),
-            "weights has 2 entries, and reward.weights names none; a run has one",
-        ),
-        (
-            lambda: _advantages(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]), kind="divide_by_mean"),
-            r"reward of sequence 1 is -0\.5; .*must not be negative",
-        ),
-        (lambda: _advantages(torch.tensor([0.0, torch.nan]), torch.tensor([0, 0])), "reward of sequence 1 is nan"),
+        (lambda: _advantages(doubles(1.0, -0.5), PAIR, kind="divide_by_mean"), r"1 is -0\.5; .*must not be negative"),
+        (lambda: _advantages(doubles(0.0, torch.nan), PAIR), "reward of sequence 1 is nan"),
         (lambda: _advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64)), r"rewards_S has shape \(2,\)"),
     ],
 )
