@@ -20,45 +20,39 @@ LOGS = [math.log(ratio) for ratio in RATIOS]
 
 
 @pytest.mark.parametrize(
-    ("region", "values", "gradients", "low", "high"),
+    ("region", "gradients", "low", "high"),
     [
         (
             {"kind": "clip", "low": 0.2, "high": 0.3},
-            [0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -4.0],
             [0.5, 0.9, 1.1, 0, 0, 0, -0.9, -1.1, -1.5, -4],
             [0] * 5 + [1, 0, 0, 0, 0],
             [0, 0, 0, 1, 1] + [0] * 5,
         ),
         (  # A < 0 and r = 4: bounded by 3 A, without gradient, and counted as clipped above
             {"kind": "clip", "low": 0.2, "high": 0.3, "dual": 3.0},
-            [0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -3.0],
             [0.5, 0.9, 1.1, 0, 0, 0, -0.9, -1.1, -1.5, 0],
             [0] * 5 + [1, 0, 0, 0, 0],
             [0, 0, 0, 1, 1] + [0] * 4 + [1],
         ),
-        (  # every token keeps its gradient; the value is the weight times A log π
+        (  # every token keeps its gradient
             {"kind": "clip_weight", "low": 0.2, "high": 1.0},
-            None,
             [0.8, 0.9, 1.1, 1.5, 2, -0.8, -0.9, -1.1, -1.5, -2],
             [1, 0, 0, 0, 0] * 2,
             [0, 0, 0, 0, 1] * 2,
         ),
-        ({"kind": "clip_weight", "high": 1.0}, None, [0.5, 0.9, 1.1, 1.5, 2, -0.5, -0.9, -1.1, -1.5, -2], [0] * 10, None),
         (  # δ is bounded on the side that the advantage favours
             {"kind": "log_clip", "low": 0.3, "high": 0.4},
-            [0.5, 0.9, 1.1, math.exp(0.4), math.exp(0.4), -math.exp(-0.3), -0.9, -1.1, -1.5, -4],
             [0.5, 0.9, 1.1, 0, 0, 0, -0.9, -1.1, -1.5, -4],
             [0] * 5 + [1, 0, 0, 0, 0],
             [0, 0, 0, 1, 1] + [0] * 5,
         ),
     ],
 )
-def test_bounds_of_a_token(region, values, gradients, low, high):
-    gains, slopes, at_low, at_high = surrogates({"trust_region": region}, LOGS, SIGNS)
-    assert values is None or gains == pytest.approx(values)
+def test_bounds_of_a_token(region, gradients, low, high):
+    """Their values are those of the presets' formulas."""
+    _, slopes, at_low, at_high = surrogates({"trust_region": region}, LOGS, SIGNS)
     assert slopes == pytest.approx(gradients)
-    assert at_low == low
-    assert high is None or at_high == high
+    assert (at_low, at_high) == (low, high)
 
 
 def test_the_band_of_a_sequence_grows_with_the_root_of_its_length():
