@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -154,23 +153,15 @@ def rounded_to_fp8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).double() * scale
 
 
-@dataclass
 class World:
     """Every response to every prompt. ``states`` [sequences, length, hidden] are what the head sees."""
 
-    tokens: Tensor
-    states: Tensor
-    rewards: Tensor
-    head: Tensor
-
-    @classmethod
-    def random(cls, length: int, seed: int) -> World:
-        generator = torch.Generator().manual_seed(seed)
-        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-        responses = torch.cartesian_prod(*[torch.arange(V)] * length).view(-1, length).repeat(PROMPTS, 1)
+    def __init__(self, length: int, seed: int) -> None:
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.tokens = torch.cartesian_prod(*[torch.arange(V)] * length).view(-1, length).repeat(PROMPTS, 1)
         prompt_states, token_states = draw(PROMPTS, HIDDEN), draw(V, HIDDEN)
-        before = torch.cat([prompt_states.repeat_interleave(V**length, 0)[:, None], token_states[responses[:, :-1]]], 1)
-        return cls(responses, before.cumsum(1), draw(len(responses)), HEAD_SCALE * draw(V, HIDDEN))
+        before = torch.cat([prompt_states.repeat_interleave(V**length, 0)[:, None], token_states[self.tokens[:, :-1]]], 1)
+        self.states, self.rewards, self.head = before.cumsum(1), draw(len(self.tokens)), HEAD_SCALE * draw(V, HIDDEN)
 
     def logprobs(self, head: Tensor) -> Tensor:
         """[sequences, length]."""
@@ -207,7 +198,7 @@ def truncate(level: str, cap: float) -> dict[str, Any]:
 @pytest.mark.parametrize("cap", [2.0, 1.2])
 def test_truncated_weights_take_most_of_the_bias_back(preset: str, length: int, level: str, seed: int, cap: float) -> None:
     """At the default cap, and at one that cuts some weights of these small worlds off. Without a bound they take all back."""
-    world = World.random(length, seed)
+    world = World(length, seed)
     weights = (world.logprobs(world.head) - world.logprobs(rounded_to_fp8(world.head))).sum(1).exp()
     assert 1.2 < weights.max() < 2.0
     uncorrected = world.bias(preset, None)
@@ -218,4 +209,4 @@ def test_truncated_weights_take_most_of_the_bias_back(preset: str, length: int, 
 
 def test_weights_of_tokens_leave_what_the_tokens_before_them_contribute() -> None:
     """Each token is weighed given its beginning, which the sampler draws more or less often than the trainer would."""
-    assert World.random(2, 2).bias("tepo", truncate("token", 1e9)) > 1e-3
+    assert World(2, 2).bias("tepo", truncate("token", 1e9)) > 1e-3
