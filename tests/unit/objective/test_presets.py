@@ -350,8 +350,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rejection": {"level": "sequence", "low": 0.8, "high": 1.2},
         "mismatch": {"kind": "truncate", "level": "geometric", "cap": 1.01},
     },
-    "opsm": {"preset": "dapo", "opsm": {"delta": 0.05}},
-    "m2po": {"preset": "dapo", "m2po": {"threshold": 0.01}},
     "many drawn": {"preset": "clip_cov", "trust_region": {"fraction": 0.4, "cov_low": 0.0}},
     "prefix, bounds by length": {"ratio": {"kind": "prefix"}, "trust_region": {"scale": "length", "low": 0.03, "high": 0.05}},
 }
