@@ -1,4 +1,4 @@
-"""Divergences from a teacher: the dense fp64 oracle, what holds of every divergence, and what is refused."""
+"""Divergences from a teacher or its top k: the dense fp64 oracle, what holds of every divergence, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.core.scores.shard import Scoring, combine
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH
-from tepo_megatron.core.types import Checks, Divergence, TeacherHead, TeacherLogits
+from tepo_megatron.core.types import LEAST_REST, Checks, Divergence, TeacherHead, TeacherLogits, TeacherTopK
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tests.support.dense_scores import (
@@ -25,12 +25,13 @@ from tests.support.dense_scores import (
     compare,
     compare_fused,
     dense_divergence,
-    dense_logprob_and_entropy,
     impossible_column,
     least_probabilities,
     loss,
     teacher_head,
     teacher_of,
+    top_k_cases,
+    top_k_of,
 )
 from tests.support.host_waits import HostWaits
 
@@ -68,13 +69,8 @@ def test_a_column_without_weight_adds_nothing(backend: str, kind: str, temperatu
     for shard, teacher, stats_RK in zip(logits.split(1500, 1), held.logits_TVp.split(1500, 1), shards_pRK, strict=True):
         IN_TORCH.statistics(shard, scoring, stats_RK, teacher)
     divergence = combine(shards_pRK, scoring)[1].divergence_R
-    assert divergence is not None
-    torch.testing.assert_close(
-        divergence.double(),
-        dense_divergence(logits / temperature, held.logits_TVp / temperature, held.divergence),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    expected = dense_divergence(logits / temperature, held.logits_TVp / temperature, held.divergence)
+    torch.testing.assert_close(divergence.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @BY_KIND
@@ -91,29 +87,33 @@ def test_many_columns(divergence: Divergence, backend: str, dtype: torch.dtype) 
     compare(logits, labels, options, weights, inplace=False, backend=backend, tolerance=1e-5, gradient_tolerance=rounding)
 
 
-@BY_KIND
+@pytest.mark.parametrize("divergence", [None, *DIVERGENCES])
 @BY_BACKEND
 @given(case=cases())
-def test_fused_with_the_head(divergence: Divergence, backend: str, case: Any) -> None:
+def test_fused_with_the_head(divergence: Divergence | None, backend: str, case: Any) -> None:
     _, labels, options, weights = case
     generator = torch.Generator().manual_seed(len(labels))
     shapes = (len(labels), options["vocab_size"] + 2)
     hidden, head = (torch.randn(n, 5, generator=generator, dtype=torch.float64).requires_grad_() for n in shapes)
-    teacher = teacher_head(hidden.detach(), head.detach(), divergence)
+    teacher = None if divergence is None else teacher_head(hidden.detach(), head.detach(), divergence)
     close: dict[str, Any] = {"tolerance": 1e-9, "gradient_tolerances": (1e-9, 1e-9), "teacher": teacher}
     compare_fused(hidden, head, labels, options | {"entropy_slope": True}, weights, **close, backend=backend)
 
 
 @BY_KIND
 @BY_BACKEND
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_in_chunks(monkeypatch: pytest.MonkeyPatch, divergence: Divergence, backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "top_k"), [(torch.bfloat16, None), (torch.float32, None), (torch.float32, 9)])
+def test_fused_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, divergence: Divergence, backend: str, dtype: torch.dtype, top_k: int | None
+) -> None:
     monkeypatch.setattr(fused_linear, "_CHUNK_BYTES", {"cpu": 1})  # 16 rows, the fewest
     labels, mask = torch.randint(0, 201, (60,)), torch.rand(60) < 0.8
     hidden, head = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (60, 210))
     options: dict[str, Any] = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}
     close = (1e-4, 1e-5) if dtype == torch.float32 else (2.0**-6, 0.1)  # A bf16 gradient of 20 has steps of 1/8.
-    teacher = teacher_head(hidden.detach(), head.detach(), divergence)
+    teacher: Any = teacher_head(hidden.detach(), head.detach(), divergence)
+    if top_k is not None:
+        teacher = top_k_of(TeacherLogits(torch.randn(60, 201), divergence), top_k)
     compare_fused(
         *(hidden, head, labels, options, torch.randn(2, 60)),
         **{"tolerance": 2e-5, "gradient_tolerances": close, "backend": backend, "teacher": teacher},
@@ -156,9 +156,7 @@ def test_what_holds_of_every_divergence(
 
     def of(kind: Any, student: Tensor, teacher: Tensor, beta: float = beta) -> Tensor:
         held = TeacherLogits(teacher, Divergence(kind, beta))
-        divergence = logprob_and_entropy(student, labels, teacher=held, backend=backend).divergence
-        assert divergence is not None
-        return divergence
+        return logprob_and_entropy(student, labels, teacher=held, backend=backend).divergence
 
     for kind in ("forward_kl", "reverse_kl", "jsd"):
         value = of(kind, student, teacher)
@@ -184,8 +182,6 @@ def test_the_other_scores_keep_their_bits_and_each_may_be_used_alone(divergence:
     assert (plain.divergence, plain.teacher_logprob, plain.agreement) == (None, None, None)
     leaf, dense = logits.clone().requires_grad_(), logits.double().requires_grad_()
     alone = logprob_and_entropy(leaf, labels, teacher=teacher, backend=backend)
-    assert alone.divergence is not None
-    assert alone.teacher_logprob is not None
     assert not alone.teacher_logprob.requires_grad
     alone.divergence.sum().backward()
     dense_divergence(dense, teacher.logits_TVp, divergence).sum().backward()
@@ -200,7 +196,6 @@ def test_the_lowest_id_of_a_tie_is_the_most_likely(backend: Any) -> None:
     student[2, 2000] = teacher[2, 2001] = 1.0
     held = TeacherLogits(teacher, Divergence("jsd"))
     agreement = logprob_and_entropy(student, torch.arange(4), teacher=held, backend=backend).agreement
-    assert agreement is not None
     assert agreement.tolist() == [True, False, False, True]
 
 
@@ -214,23 +209,29 @@ def test_logits_far_below_the_best_count_in_full(backend: Any) -> None:
     torch.testing.assert_close(divergence, dense_divergence(student, teacher, held.divergence).float())
 
 
+def refusal(logits: Tensor, sentence: str, **options: Any) -> ValueError:
+    """It is raised, and noted without waiting for the device."""
+    with pytest.raises(ValueError, match=sentence) as caught:
+        logprob_and_entropy(logits, torch.arange(5), **options)
+    checks = Checks()
+    with HostWaits() as waits:
+        logprob_and_entropy(logits, torch.arange(5), checks=checks, scored=4, **options)
+    assert options["backend"] == "torch" or not waits.places
+    assert [str(noted) for noted in Checks.first_errors([checks])] == [str(caught.value)]
+    return caught.value
+
+
 @BY_BACKEND
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_an_infinite_divergence_is_refused(backend: Any, kind: Any) -> None:
-    """It is named, also without waiting for the device; a masked token, and −inf of the other one, are no error."""
+    """A masked token, and −inf of the other one, are no error."""
     first, second = torch.randn(2, 5, 3000)
     first[1:3, 2500] = second[2, 2400] = -torch.inf
     mask = torch.tensor([True, False, True, True, True])
     logits, teacher = (first, second) if kind == "forward_kl" else (second, first)
     options: dict[str, Any] = {"mask_T": mask, "teacher": TeacherLogits(teacher, Divergence(kind)), "backend": backend}
-    with pytest.raises(NotFiniteError, match=rf"^{kind} of token 2 is infinite: a logit of the .* is −inf") as caught:
-        logprob_and_entropy(logits, torch.arange(5), **options)
-    checks = Checks()
-    with HostWaits() as waits:
-        logprob_and_entropy(logits, torch.arange(5), checks=checks, scored=4, **options)
-    assert backend == "torch" or not waits.places
-    (noted,) = Checks.first_errors([checks])
-    assert str(noted) == str(caught.value)
+    error = refusal(logits, rf"^{kind} of token 2 is infinite: a logit of the .* is −inf", **options)
+    assert isinstance(error, NotFiniteError)
     options["mask_T"] = mask & (torch.arange(5) != 2)
     logprob_and_entropy(logits, torch.arange(5), **options)
 
@@ -249,48 +250,155 @@ def test_impossible_logits_of_the_teacher_are_named(divergence: Divergence, back
         logprob_and_entropy(torch.zeros(5, 40), torch.arange(5), teacher=held, backend=backend)
 
 
-@BY_KIND
 @BY_BACKEND
+@pytest.mark.parametrize(
+    ("divergence", "inplace", "bound"),
+    [(None, True, 0.03), (None, False, 1.03), *((divergence, True, 0.05) for divergence in DIVERGENCES)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_peak_memory(divergence: Divergence, backend: Any, dtype: torch.dtype) -> None:
-    """Beyond both models' logits: 5 % of the student's, in place."""
-    logits, labels = torch.randn(64, 16_384, dtype=dtype).repeat(16, 1).requires_grad_(), torch.arange(1024)
-    teacher = TeacherLogits(torch.randn(64, 16_384, dtype=dtype).repeat(16, 1), divergence)
+def test_peak_memory(backend: Any, divergence: Divergence | None, inplace: bool, bound: float, dtype: torch.dtype) -> None:
+    """Beyond the logits, and a teacher's: a few percent of them in place, and the gradient otherwise; nothing of their size in
+    fp32.
+    """
+    rows = 2048 if divergence is None else 1024
+    logits, other = (torch.randn(64, 16_384, dtype=dtype).repeat(rows // 64, 1) for _ in range(2))
+    teacher = None if divergence is None else TeacherLogits(other, divergence)
+    options: dict[str, Any] = {"inplace_backward": inplace, "teacher": teacher, "backend": backend}
+    logits.requires_grad_()
 
     def compute() -> None:
-        scores = logprob_and_entropy(logits.view_as(logits), labels, inplace_backward=True, teacher=teacher, backend=backend)
-        loss(scores, torch.ones(2, 1024) * torch.tensor([[1.0], [0.5]])).backward()
+        scores = logprob_and_entropy(logits.view_as(logits), torch.arange(rows), **options)
+        loss(scores, torch.ones(2, rows) * torch.tensor([[1.0], [0.5]])).backward()
 
-    assert 0 < peak_bytes(compute) <= 0.05 * logits.numel() * logits.element_size()
+    assert 0 < peak_bytes(compute) <= bound * logits.numel() * logits.element_size()
 
 
-@BY_KIND
-def test_a_chunk_of_both_logits_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch, divergence: Divergence) -> None:
+@pytest.mark.parametrize(("divergence", "most"), [(None, 1.2), *((divergence, 1.4) for divergence in DIVERGENCES)])
+def test_a_chunk_of_logits_and_their_gradient_stays_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, divergence: Divergence | None, most: float
+) -> None:
+    """Those in fp32, and a teacher's."""
     budget = 16 * 2**20
     monkeypatch.setattr(fused_linear, "_CHUNK_BYTES", {"cpu": budget})
+    if divergence is None:
+        monkeypatch.setattr(fused_linear, "_PART_ROWS", 128)
     hidden, head = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (2048, 8192))
-    teacher = teacher_head(hidden.detach(), head.detach(), divergence)
+    teacher = None if divergence is None else teacher_head(hidden.detach(), head.detach(), divergence)
 
     def compute() -> None:
         scores = fused_linear_logprob_and_entropy(hidden, head, torch.arange(2048), teacher=teacher, backend="torch")
-        assert scores.divergence is not None
+        (scores.logprob if scores.divergence is None else scores.divergence).sum().backward()
+
+    assert budget / 2 < peak_bytes(compute) < most * budget
+
+
+@BY_BACKEND
+@given(data=st.data(), inplace=st.booleans())
+def test_a_top_k_matches_the_dense_oracle(backend: str, data: Any, inplace: bool) -> None:
+    exact = backend == "torch"
+    logits, labels, options, weights = data.draw(top_k_cases(small=not exact))
+    logits, tolerance = (logits, 1e-8) if exact else (logits.float(), 2e-5)
+    compare(logits, labels, options, weights, inplace=inplace, backend=backend, tolerance=tolerance)
+
+
+@BY_KIND
+@BY_BACKEND
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_top_k_of_many_columns(divergence: Divergence, backend: str, dtype: torch.dtype) -> None:
+    """Gradients in bf16 are rounded once, those of the top k too, some of which have nearly all of the probability."""
+    logits = (3 * torch.randn(40, 5009)).to(dtype)
+    logits[3, 17] = logits[4, 4800] = 20
+    labels, mask = torch.randint(0, 4900, (40,)), torch.rand(40) < 0.8
+    mask[3:5], labels[3] = True, 17
+    other = TeacherLogits(logits.float() + torch.randn(40, 5009), divergence)
+    options = {"temperature": 0.9, "vocab_size": 4900, "mask_T": mask, "teacher": top_k_of(other, 20, 0.9, 4900)}
+    rounding = max(torch.finfo(dtype).eps, 1e-5)
+    compare(
+        *(logits, labels, options, torch.randn(2, 40)),
+        **{"inplace": True, "backend": backend, "tolerance": 2e-5, "gradient_tolerance": rounding},
+    )
+
+
+@BY_BACKEND
+@given(data=st.data())
+def test_a_top_k_fused_with_the_head(backend: str, data: Any) -> None:
+    logits, labels, options, weights = data.draw(top_k_cases())
+    generator = torch.Generator().manual_seed(len(labels))
+    shapes = (len(labels), logits.shape[1])
+    hidden, head = (torch.randn(n, 5, generator=generator, dtype=torch.float64).requires_grad_() for n in shapes)
+    options = options | {"entropy_slope": True}
+    close: dict[str, Any] = {"tolerance": 1e-7, "gradient_tolerances": (1e-6, 1e-6), "teacher": options.pop("teacher")}
+    compare_fused((hidden / 2).detach().requires_grad_(), head, labels, options, weights, **close, backend=backend)
+
+
+@BY_KIND
+@given(vocab=st.integers(2, 30), seed=st.integers(0, 99))
+def test_all_tokens_but_one_give_the_whole_divergence(divergence: Divergence, vocab: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = torch.randn(2, 7, vocab, generator=generator, dtype=torch.float64)
+    whole, labels = TeacherLogits(teacher, divergence), torch.zeros(7, dtype=torch.int64)
+    outcomes = []
+    for held in (whole, top_k_of(whole, vocab - 1)):
+        leaf = student.clone().requires_grad_()
+        scores = logprob_and_entropy(leaf, labels, teacher=held)
         scores.divergence.sum().backward()
+        outcomes.append((scores.divergence.detach(), leaf.grad, scores.agreement))
+    for one, other in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, other)
 
-    assert budget / 2 < peak_bytes(compute) < 1.4 * budget
+
+@BY_BACKEND
+@BY_KIND
+def test_a_rest_without_probability_is_bounded(divergence: Divergence, backend: Any) -> None:
+    """The student's rest is e⁻⁴⁰, the teacher's 0.3: the pull on the top k is exact, and what is infinite has a bound."""
+    student, ids = torch.zeros(1, 50).requires_grad_(), torch.tensor([[4, 9]])
+    with torch.no_grad():
+        student[0, 4:10:5] = 44.0
+    held = TeacherTopK(ids, torch.tensor([[0.4, 0.3]]).log(), divergence)
+    scores = logprob_and_entropy(student, torch.tensor([4]), teacher=held, backend=backend)
+    assert 0 < scores.divergence.item() < -torch.tensor(LEAST_REST).log()
+    scores.divergence.sum().backward()
+    assert student.grad.isfinite().all()
+    if divergence.kind == "forward_kl":
+        torch.testing.assert_close(student.grad[0, ids[0]], torch.tensor([0.1, 0.2]))
 
 
-TEACHER = TeacherLogits(torch.zeros(3, 5), Divergence("jsd"))
+def test_errors_of_a_top_k_are_named_without_a_wait() -> None:
+    logits = torch.randn(5, 40)
+    teacher = top_k_of(TeacherLogits(torch.randn(5, 40), Divergence("forward_kl")), 3)
+    mask = torch.tensor([True, False, True, True, True])
+    wrong = TeacherTopK(teacher.ids_TK.clone(), teacher.logprobs_TK, teacher.divergence)
+    wrong.ids_TK[1:3, 1] = 40
+    below = logits.clone()
+    below[3, int(teacher.ids_TK[3, 2])] = -torch.inf
+    for given_logits, held, sentence in (
+        (logits, wrong, r"the teacher's tokens of token 2 are between \d+ and 40, not within \[0, 40\)"),
+        (below, teacher, "forward_kl of token 3 is infinite: a logit of the student is −inf where the teacher's is not"),
+    ):
+        error = refusal(given_logits, sentence, mask_T=mask, teacher=held, backend="cpp")
+        assert isinstance(error, NotFiniteError) == (held is teacher)
+
+
+JSD = Divergence("jsd")
+KEPT_TK, IDS_TK = torch.full((3, 1), -1), torch.zeros(3, 2, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"teacher": TeacherLogits(torch.zeros(3, 6), JSD)}, r"teacher's logits_TVp is torch.float32 \(3, 6\); give"),
+        ({"teacher": TeacherLogits(torch.zeros(3, 5).half(), JSD)}, "teacher's logits_TVp is torch.float16"),
+        ({"teacher": TeacherLogits(torch.zeros(3, 5), JSD), "kept_TK": KEPT_TK}, "kept_TK and a teacher exclude each other"),
         (
-            {"teacher": TeacherLogits(torch.zeros(3, 6), TEACHER.divergence)},
-            r"teacher's logits_TVp is torch.float32 \(3, 6\); give",
+            {"teacher": TeacherTopK(IDS_TK, torch.zeros(3, 2), JSD), "kept_TK": KEPT_TK},
+            "kept_TK and a teacher exclude each other",
         ),
-        ({"teacher": TeacherLogits(torch.zeros(3, 5).half(), TEACHER.divergence)}, "teacher's logits_TVp is torch.float16"),
-        ({"teacher": TEACHER, "kept_TK": torch.full((3, 1), -1)}, "kept_TK and a teacher exclude each other"),
+        ({"teacher": TeacherTopK(IDS_TK, torch.zeros(3, 1), JSD)}, r"logprobs_TK is torch.float32 \(3, 1\)"),
+        ({"teacher": TeacherTopK(IDS_TK[:, :0], torch.zeros(3, 0), JSD)}, "a teacher's top 0 of 5"),
+        (
+            {"teacher": TeacherTopK(IDS_TK[:, :1].expand(3, 5), torch.zeros(3, 5), JSD)},
+            "a teacher's top 5 of 5 tokens leave no other; give at least 1 and at most 4, or the teacher's logits",
+        ),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str) -> None:
@@ -311,11 +419,3 @@ def test_bad_divergences_and_heads() -> None:
             ValueError, match=r"give the tokens, the columns of this shard and the dtype of the student's, \(3, G\)"
         ):
             fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.arange(3), teacher=teacher)
-
-
-def test_the_oracle_scores_masked_tokens_as_zero() -> None:
-    scores = dense_logprob_and_entropy(
-        torch.randn(3, 5), torch.arange(3), mask_T=torch.tensor([True, False, True]), teacher=TEACHER
-    )
-    assert scores.divergence is not None
-    assert scores.divergence[1] == 0
