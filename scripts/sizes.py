@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_174,
-    "tests, lines": 43_793,
+    "tests, lines": 43_777,
     "docs and docstrings, words": 110_001,
     "public classes and functions": 776,
     "modules": 273,

@@ -17,11 +17,13 @@ import torch
 from tepo_megatron.core.scores import backend, logprob_and_entropy, native
 from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.scores.torch_sweep import RowSweeps
+from tests.support.dense_scores import BACKENDS
 from tests.support.programs import TIMEOUT_S, run_python
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CACHED = (native.library, backend._fastest_on_cpu)
-needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif("cpp" not in BACKENDS, reason="no C++ compiler")
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton (scripts/test.sh installs it)")
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +43,18 @@ def test_auto_takes_it_on_a_cpu():
     assert torch.equal(auto.entropy, cpp.entropy)
 
 
+def assert_refused_and_auto_is_torch(message):
+    with pytest.raises(RuntimeError, match=message):
+        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
+    for _ in range(3):
+        assert get_backend("auto", CPU) is get_backend("torch", CPU)
+
+
 def test_a_missing_compiler_is_named_and_auto_is_then_torch_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match=r"install a C\+\+ compiler, name one in CXX, or use backend = 'torch'"):
-        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert get_backend("auto", CPU) is get_backend("torch", CPU)
+    assert_refused_and_auto_is_torch(r"install a C\+\+ compiler, name one in CXX, or use backend = 'torch'")
     (record,) = caplog.records
+    assert record.levelno == logging.WARNING
     assert "scores are computed in torch" in record.getMessage()
     assert "no-such-compiler" in record.getMessage()
 
@@ -57,9 +63,7 @@ def test_a_missing_compiler_is_named_and_auto_is_then_torch_and_says_so_once(mon
 def test_a_cache_that_takes_no_files_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME to a folder that takes files"):
-        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
-    assert get_backend("auto", CPU) is get_backend("torch", CPU)
+    assert_refused_and_auto_is_torch("set XDG_CACHE_HOME to a folder that takes files")
 
 
 @needs_compiler
@@ -74,9 +78,7 @@ def test_a_library_that_others_could_have_put_there_is_not_loaded(monkeypatch, t
         (tmp_path / shared).chmod(0o777)
     else:
         monkeypatch.setattr(native, "_build", lambda command, library: (library.touch(), library.chmod(0o666)))
-    with pytest.raises(RuntimeError, match="belongs to another user or which others may write to; remove it"):
-        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
-    assert get_backend("auto", CPU) is get_backend("torch", CPU)
+    assert_refused_and_auto_is_torch("belongs to another user or which others may write to; remove it")
 
 
 @needs_compiler
@@ -98,13 +100,10 @@ def test_many_processes_compile_it_once(tmp_path):
     assert kept == ["", ".so"]
 
 
-CUDA = torch.device("cuda")
-
-
+@needs_triton
 @pytest.mark.slow
 def test_values_in_the_interpreter():
     """Everything in triton_interpreted.py, in a process of its own: Triton looks at TRITON_INTERPRET when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
     root = Path(__file__).parents[3]
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = run_python("-m", "pytest", "-q", root / "tests/support/triton_interpreted.py", cwd=root, environment=environment)
@@ -140,74 +139,59 @@ def _compile(name, dtype, capability, threads, fixed, *, multiples):
     return compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": threads // 32})
 
 
-NO_TEACHER = {
-    "statistics": {"teacher": None, "teacher_row_stride": 0, "teacher_column_stride": 0, "KIND": 0},
-    "gradient": {"teacher": None, "teacher_row_stride": 0, "teacher_column_stride": 0, "KIND": 0, "teacher_terms": None},
-}
+NO_TEACHER = {"teacher": None, "teacher_row_stride": 0, "teacher_column_stride": 0, "KIND": 0}
 ALIGNED = {"logits", "out", "row_stride", "out_row_stride", "width", "span"}
 
 
+@pytest.fixture
+def triton_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@needs_triton
+@pytest.mark.usefixtures("triton_cache")
 @pytest.mark.parametrize(
     ("name", "dtype", "capability", "threads", "fixed"),
     [
-        ("statistics", "bf16", 90, 256, {"STATISTICS": 4}),
-        ("statistics", "bf16", 90, 256, {"STATISTICS": 6}),
-        ("statistics", "fp32", 80, 128, {"STATISTICS": 4, "rows": None}),
-        ("gradient", "bf16", 90, 256, {}),
-        ("gradient", "fp16", 80, 128, {"numbers": None, "grad_entropy": None}),
-        ("gradient", "fp32", 90, 128, {"grad_logprob": None}),
+        ("statistics", "bf16", 90, 256, {"STATISTICS": 4, **NO_TEACHER}),
+        ("statistics", "bf16", 90, 256, {"STATISTICS": 6, **NO_TEACHER}),
+        ("statistics", "fp32", 80, 128, {"STATISTICS": 4, "rows": None, **NO_TEACHER}),
+        ("gradient", "bf16", 90, 256, {"teacher_terms": None, **NO_TEACHER}),
+        ("gradient", "fp16", 80, 128, {"numbers": None, "grad_entropy": None, "teacher_terms": None, **NO_TEACHER}),
+        ("gradient", "fp32", 90, 128, {"grad_logprob": None, "teacher_terms": None, **NO_TEACHER}),
+        *(("statistics", "bf16", 90, 128, {"STATISTICS": 10, "KIND": kind}) for kind in (1, 2)),
+        ("statistics", "fp32", 90, 128, {"STATISTICS": 12, "KIND": 3, "rows": None}),
+        ("mixture", "bf16", 90, 128, {}),
+        *(("gradient", "bf16", 90, 128, {"KIND": kind}) for kind in (1, 2, 3)),
     ],
 )
-def test_compiles_to_loads_of_16_bytes(name, dtype, capability, threads, fixed, tmp_path, monkeypatch):
+def test_compiles_to_loads_of_16_bytes(name, dtype, capability, threads, fixed):
     """For Ampere and Hopper, through machine code. The true vocabulary is no multiple of anything, the shard's width is."""
-    pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    strides = {"column_stride": 1} if name == "statistics" else {"column_stride": 1, "out_column_stride": 1}
-    strides |= NO_TEACHER[name]
-    compiled = _compile(name, dtype, capability, threads, strides | fixed, multiples=ALIGNED)
+    aligned = ALIGNED if "teacher" in fixed else ALIGNED | {"teacher", "teacher_row_stride"}
+    strides = {"column_stride": 1, "teacher_column_stride": 1} | ({"out_column_stride": 1} if name == "gradient" else {})
+    compiled = _compile(name, dtype, capability, threads, strides | fixed, multiples=aligned)
     ptx = compiled.asm["ptx"]
     vectors = 2 if dtype != "fp32" else 4  # of a thread, in the loop and once more in the last tile
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 2 * vectors
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == (0 if name == "statistics" else 3 * vectors)
+    if name != "mixture":  # its loads end at the true vocabulary
+        models = 1 if "teacher" in fixed else 2
+        assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 2 * models * vectors
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == (0 if name == "statistics" else 3 * vectors)
     assert compiled.asm["cubin"]
     assert not re.search(r"(ld|st)\.local", ptx)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "kind", "fixed"),
-    [
-        *(("statistics", "bf16", kind, {"STATISTICS": 10}) for kind in (1, 2)),
-        ("statistics", "fp32", 3, {"STATISTICS": 12, "rows": None}),
-        ("mixture", "bf16", None, {}),
-        *(("gradient", "bf16", kind, {}) for kind in (1, 2, 3)),
-    ],
-)
-def test_a_teachers_loads_are_as_wide_and_nothing_is_spilled(name, dtype, kind, fixed, tmp_path, monkeypatch):
-    pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fixed = fixed | {"column_stride": 1, "teacher_column_stride": 1} | ({} if kind is None else {"KIND": kind})
-    fixed |= {"out_column_stride": 1} if name == "gradient" else {}
-    aligned = ALIGNED | {"teacher", "teacher_row_stride"}
-    compiled = _compile(name, dtype, 90, 128, fixed, multiples=aligned)
-    loops, vectors = (1 if name == "mixture" else 2), (2 if dtype != "fp32" else 4)
-    loads = len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"]))
-    assert loads == 2 * loops * vectors or name == "mixture"  # its loads end at the true vocabulary
-    assert compiled.asm["cubin"]
-    assert not re.search(r"(ld|st)\.local", compiled.asm["ptx"])
-
-
-@pytest.mark.parametrize("name", ["statistics", "gradient"])
-def test_compiles_for_one_row_of_one_column_and_any_stride(name, tmp_path, monkeypatch):
+@needs_triton
+@pytest.mark.usefixtures("triton_cache")
+@pytest.mark.parametrize(("name", "others"), [("statistics", {"STATISTICS": 4}), ("gradient", {"teacher_terms": None})])
+def test_compiles_for_one_row_of_one_column_and_any_stride(name, others):
     """Triton makes a constant of every integer that is 1; nothing here is a multiple of 16."""
-    pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fixed = {"columns": 1, "width": 1, "row_stride": 1} | ({"STATISTICS": 4} if name == "statistics" else {}) | NO_TEACHER[name]
+    fixed = {"columns": 1, "width": 1, "row_stride": 1, **others, **NO_TEACHER}
     assert _compile(name, "bf16", 90, 128, fixed, multiples=set()).asm["cubin"]
 
 
-def test_who_gets_triton(monkeypatch):
+@needs_triton
+def test_who_gets_triton():
     """``auto``: GPUs, where it is installed."""
-    pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
     from tepo_megatron.core.scores import triton_sweep
 
     assert get_backend("auto", CUDA) is triton_sweep
