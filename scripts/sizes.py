@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_174,
-    "tests, lines": 43_777,
-    "docs and docstrings, words": 110_001,
+    "package, lines": 53_172,
+    "tests, lines": 43_798,
+    "docs and docstrings, words": 109_999,
     "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,

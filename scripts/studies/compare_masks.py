@@ -23,6 +23,7 @@ from torch import Tensor
 from scripts.studies.options import study_parser
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.core.objective.compose import Objective, StepContext
 from tepo_megatron.core.objective.mechanisms import entropy_falls
@@ -46,9 +47,7 @@ class _Watched(Objective):
     def needs_entropy_slope(self) -> bool:
         return True
 
-    def prepare(
-        self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
-    ) -> StepContext:
+    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: ClipRange | None = None) -> StepContext:
         self.noises.append(entropy_noise)
         return super().prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
 

@@ -22,6 +22,8 @@ from tepo_megatron.config.objective.custom import (
     OwnTrustRegion,
 )
 
+ClipRange = tuple[float | None, float | None]  # (low, high) of `next_clip_range`
+
 _ADVICE = "some are clipped by chance; set it higher, or train in a finer dtype"
 
 
@@ -66,10 +68,10 @@ class Clip(_LowHigh):
     def is_auto(self) -> bool:
         return "auto" in (self.low, self.high)
 
-    def bounds(self, measured: tuple[float, float] | None) -> tuple[float, float]:
+    def bounds(self, measured: ClipRange | None) -> tuple[float, float]:
         """``measured``: of `next_clip_range`, or None before there are any."""
-        low, high = measured or (self.initial or INITIAL_BOUND,) * 2
-        return (low if self.low == "auto" else self.low), (high if self.high == "auto" else self.high)
+        (low, high), initial = measured or (None, None), self.initial or INITIAL_BOUND
+        return ((low or initial) if self.low == "auto" else self.low), ((high or initial) if self.high == "auto" else self.high)
 
     @property
     def noise_bounds(self) -> tuple[NoiseBound, ...]:

@@ -183,7 +183,7 @@ class ObjectiveChecks:
             named = {**metrics, **extrema}
             clip_range = None if output.moves is None else next_clip_range(config.trust_region, output.moves, None)
             values = [objective.advantages(step.batch), loss, *gradients, *(named[name] for name in sorted(named))]
-            yield [*values, torch.tensor(clip_range or (0.0, 0.0))]
+            yield [*values, torch.tensor([bound or 0.0 for bound in clip_range or (None, None)])]
 
     def _check_acts(self, kind: CustomKind) -> None:
         if not self.acts(self._config.model_copy(update={kind.slot: None})):

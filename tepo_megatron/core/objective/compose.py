@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import Aggregation, Clip
+from tepo_megatron.config.objective.choices import Aggregation, Clip, ClipRange
 from tepo_megatron.config.objective.custom import Need, OwnAggregation
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import EntropyBonus
@@ -37,7 +37,7 @@ class StepContext:
     mechanisms: Mechanisms
     pushed_lengths: Tensor
     """Of the sequences with an advantage, shortest first."""
-    clip_range: tuple[float, float] | None = None
+    clip_range: ClipRange | None = None
     """(low, high) that the last steps gave for ``auto`` bounds."""
 
 
@@ -184,9 +184,7 @@ class Objective:
             values_T = batch.teacher_logprobs_T - batch.old_logprobs_T
         return torch.where(batch.loss_mask_T, values_T, 0.0)
 
-    def prepare(
-        self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
-    ) -> StepContext:
+    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: ClipRange | None = None) -> StepContext:
         """Computes the statistics of one optimizer step, whose batch is that of all data-parallel ranks. No collective.
 
         ``entropy_noise``: rounding noise of a token's entropy, in nats. ``clip_range``: of `next_clip_range`.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip, TrustRegion
+from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip, ClipRange, TrustRegion
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
@@ -81,7 +81,7 @@ def surrogate(
     values: TokenValues,
     detached_T: Tensor | None,
     bounded: _Bounded,
-    clip_range: tuple[float, float] | None = None,
+    clip_range: ClipRange | None = None,
 ) -> Surrogate:
     """``detached_T``: tokens that lose only their gradient. ``clip_range``: of `next_clip_range`."""
     region = config.trust_region
@@ -131,25 +131,21 @@ def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValu
 _GAIN, _MOST = 0.25, 2.5  # of a bound's logarithm
 
 
-def next_clip_range(region: TrustRegion, moves: Tensor, current: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Returns (low, high) for ``auto`` bounds; None if there are none.
+def next_clip_range(region: TrustRegion, moves: Tensor, current: ClipRange | None) -> ClipRange | None:
+    """Returns (low, high) for ``auto`` bounds; None if there are none, or for a side that has not moved yet.
 
     ``moves``: `ObjectiveOutput.moves`, summed over a step. The first step gives its quantiles. A later one multiplies a bound
-    by exp(_GAIN (share outside / wanted - 1)), so that the mean share of a run is the wanted one; a quantile of each step, of
-    few responses, leaves more outside. A side without a spread keeps ``current``.
+    by exp(_GAIN (share outside / wanted - 1)), so that the mean share of a run is the wanted one. A side without a spread keeps
+    ``current``.
     """
     if not isinstance(region, Clip) or not region.is_auto:
         return None
     share, (low, high) = region.share or CLIPPED_SHARE, current or (None, None)
-    low, high = _next_bound(moves[0], low, share), _next_bound(moves[1], high, share)
-    if low is None and high is None:
-        return None
-    before = region.bounds(current)
-    return low or before[0], high or before[1]
+    return _next_bound(moves[0], low, share), _next_bound(moves[1], high, share)
 
 
 def _next_bound(counts_B: Tensor, before: float | None, share: float) -> float | None:
     quantile = bound_for_share(counts_B, share)
-    if before is None or quantile is None:
-        return quantile or before
+    if not before or quantile is None:
+        return before or quantile
     return before * math.exp(min(_GAIN * (share_outside(counts_B, before) / share - 1), _MOST))

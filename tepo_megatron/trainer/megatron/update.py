@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward
@@ -29,7 +30,7 @@ class StepObjective(Protocol):
     @property
     def needs_entropy_slope(self) -> bool: ...
     def advantages(self, batch: Batch) -> Tensor: ...
-    def prepare(self, batch: Batch, *, entropy_noise: float, clip_range: tuple[float, float] | None) -> Any: ...
+    def prepare(self, batch: Batch, *, entropy_noise: float, clip_range: ClipRange | None) -> Any: ...
     def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
 
 
@@ -40,7 +41,7 @@ def update(
     batch: Batch,
     *,
     entropy_noise: float = 0.0,
-    clip_range: tuple[float, float] | None = None,
+    clip_range: ClipRange | None = None,
 ) -> UpdateResult:
     """Every rank calls. If any loss, gradient or norm is not finite, no rank steps."""
     optimizer = policy.optimizer

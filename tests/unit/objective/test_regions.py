@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
@@ -65,6 +66,17 @@ def test_the_band_of_a_sequence_grows_with_the_root_of_its_length():
     assert gains == pytest.approx(expected)
     assert [slope != 0 for slope in slopes] == [False] * 4 + [True] * 4 + [False] * 9 + [True] * 9
     assert (low, high) == ([4, 0, 0, 0], [0, 0, 9, 0])
+
+
+def test_a_product_that_overflows_is_clipped_and_has_no_gradient():
+    config = {
+        "ratio": {"kind": "sequence", "length_normalized": False},
+        "trust_region": {"kind": "clip", "scale": "fixed", "low": 0.2, "high": 0.3},
+    }
+    gains, slopes, _, high = surrogates(config, [500.0] * 4, [1.0, 0.0], lengths=[2, 2])
+    assert gains == pytest.approx([2 * 1.3, 0.0])
+    assert slopes == [0.0] * 4
+    assert high[0] == 2
 
 
 def test_a_token_counts_until_its_probability_has_moved_too_far():
@@ -247,15 +259,24 @@ def test_moves_are_counted_alike_over_every_cut_and_give_the_quantile(rows, rati
 
 def test_ratios_without_a_spread_give_no_bound():
     nothing = count_moves(torch.zeros(10), torch.ones(10, dtype=torch.bool))
+    moved = count_moves(torch.full((10,), 0.5), torch.ones(10, dtype=torch.bool))
     assert bound_for_share(nothing, 0.1) is None
     assert bound_for_share(torch.zeros_like(nothing), 0.1) is None
-    region = ObjectiveConfig(trust_region=AUTO).trust_region
+    region = Clip(**AUTO)
     assert next_clip_range(region, torch.stack([nothing, nothing]), (0.1, 0.2)) == (0.1, 0.2)
+    low, high = next_clip_range(region, torch.stack([nothing, moved]), None)
+    assert low is None
+    assert high == pytest.approx(0.5, rel=0.03)
+    assert region.bounds((low, high)) == (0.03, high)
+    assert next_clip_range(region, torch.stack([moved, nothing]), (low, high)) == (high, high)
+
+
+def test_a_fixed_bound_may_stand_beside_an_automatic_one_and_a_rare_share_moves_it_by_a_limit():
     moved = count_moves(torch.full((10,), 0.5), torch.ones(10, dtype=torch.bool))
-    assert next_clip_range(region, torch.stack([nothing, moved]), None) == pytest.approx((0.03, 0.5), rel=0.03)
-    assert next_clip_range(region, torch.stack([nothing, nothing]), None) is None
-    rare = ObjectiveConfig(trust_region={**AUTO, "share": 1e-4}).trust_region
-    assert next_clip_range(rare, torch.stack([nothing, moved]), (0.1, 0.1)) == pytest.approx((0.1, 0.1 * math.exp(2.5)))
+    region = Clip(**{**AUTO, "low": 0.0, "share": 1e-4})
+    for current in ((None, 0.1), (0.0, 0.1)):  # the second one from a checkpoint
+        after = next_clip_range(region, torch.stack([moved, moved]), current)
+        assert region.bounds(after) == pytest.approx((0.0, 0.1 * math.exp(2.5)))
 
 
 @given(start=st.floats(1e-3, 1.0), scale=st.floats(1e-3, 1.0), seed=st.integers(0, 99))

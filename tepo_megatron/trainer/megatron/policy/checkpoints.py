@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
 from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, broadcast_json
@@ -193,7 +194,7 @@ class _Counters:
 
     entropy_noise: float = 0.0  # nats, median of the last measurement
 
-    clip_range: tuple[float, float] | None = None  # (low, high) that the last steps' ratios gave for ``auto`` bounds
+    clip_range: ClipRange | None = None  # (low, high) that the last steps' ratios gave for ``auto`` bounds
 
 
 class MegatronCheckpoints:
