@@ -68,9 +68,16 @@ def have_members(subject: Any, protocol: type, *, defaults: Container[str] = ())
             continue
         own = getattr(subject, name)
         assert callable(own), f"{label} is missing"
-        expected, actual = list(signature(member).parameters)[1:], signature(own).parameters.values()
+        expected, actual = list(signature(member).parameters.values())[1:], signature(own).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in actual)
-        assert takes_any or [parameter.name for parameter in actual] == expected, f"{label} has other parameters"
+        names = [parameter.name for parameter in expected]
+        assert takes_any or [parameter.name for parameter in actual] == names, f"{label} has other parameters"
+        positional = [None for parameter in expected if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        by_name = {parameter.name: None for parameter in expected if parameter.kind is parameter.KEYWORD_ONLY}
+        try:
+            signature(own).bind(*positional, **by_name)
+        except TypeError as error:
+            raise AssertionError(f"{label} cannot be called as the protocol does: {error}") from None
 
 
 def _failed_member(error: BaseException) -> str | None:

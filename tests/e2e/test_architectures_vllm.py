@@ -62,8 +62,8 @@ CASES = [
     Case("Qwen2-tied", 1, count=2),
     *(Case(model, tp, transfer) for model in MODELS for tp in (1, 2) for transfer in transfers(model, tp)),
 ]
-SOON = {"Qwen2-tied-tp1-reshard-killed", "Glm4Moe-tp2-reshard"}
-"""The others are long tests: their tensors are among those of these, and ``gather`` is tested in test_executors.py, too."""
+SOON = {"Qwen2-tied-tp1-reshard-killed", "Qwen2-tied-tp1-gather", "Glm4Moe-tp2-reshard"}
+"""The others are long tests: their tensors are among those of these."""
 
 NAMED = pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=[] if case.name in SOON else [pytest.mark.long]) for case in CASES]

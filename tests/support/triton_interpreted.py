@@ -192,8 +192,11 @@ def test_shards(divergence, sizes):
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("divergence", [None, DIVERGENCES[2]], ids=kind_of)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "divergence"),
+    [(torch.float32, None), *((torch.float32, divergence) for divergence in DIVERGENCES), (torch.bfloat16, DIVERGENCES[2])],
+    ids=str,
+)
 def test_fused_with_the_head(monkeypatch, dtype, divergence):
     """The chunks' statistics and gradients are the kernels'; with a mask, padding, and a last chunk that is shorter."""
     monkeypatch.setattr("tepo_megatron.core.scores.fused_linear._CHUNK_BYTES", {"cpu": 1})  # 16 rows, the fewest

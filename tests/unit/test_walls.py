@@ -102,7 +102,8 @@ def cases() -> dict[str, dict[str, str]]:
     for name, (fault, way) in FAULTS.items():
         path = f"{PACKAGE}/{fault.file}"
         result[name] = {path: f"{(ROOT / path).read_text()}\n{way.format(line=fault.line)}\n"}
-    return result | {what: {f"{PACKAGE}/{file}": '"""New."""\n'} for what, file in NEW.items()}
+    result |= {what: {f"{PACKAGE}/{file}": '"""New."""\n'} for what, file in NEW.items()}
+    return result | {"as it is": {}}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,13 @@ def test_a_planted_import_breaks_its_contract(name: str, reports: Mapping[str, t
     broken = {id for id, contract in CONTRACTS.items() if f"{contract['name']} BROKEN" in printed}
     assert status == 1
     assert FAULTS[name][0].contract in broken, printed
+
+
+def test_the_copy_keeps_every_contract(reports: Mapping[str, tuple[int, str]]) -> None:
+    """After all others, so that none of them left anything."""
+    status, printed = reports["as it is"]
+    assert status == 0, printed
+    assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in printed
 
 
 def test_every_contract_has_a_planted_import() -> None:

@@ -351,9 +351,9 @@ def test_ranks_that_die_of_a_stop_request_do_not_start_again(start, tmp_path: Pa
     ("number", "code", "program", "nohup"),
     [
         (signal.SIGINT, 130, PARENT, True),
-        (signal.SIGTERM, 75, PARENT, False),
+        (signal.SIGTERM, 75, AGENT, False),
         (signal.SIGUSR1, 75, AGENT, True),
-        (signal.SIGHUP, 75, AGENT, False),
+        (signal.SIGHUP, 75, PARENT, False),
     ],
 )
 def test_a_signal_ends_every_rank_after_it_cleaned_up(

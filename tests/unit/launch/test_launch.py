@@ -86,6 +86,7 @@ def test_a_spare_node_waits_with_the_trainers_and_the_job_outlives_a_node(tmp_pa
     settings = ("cluster.train_nodes=2", "engine.parallel.dp=2", "cluster.spare_nodes=1", "train.max_restarts=3")
     got = run_train_script(tmp_path, *settings, SLURM_JOB_ID="20123", SLURM_NODEID="2")
     assert [option(got, name) for name in ("--spares", "--max-restarts", "--nnodes", "--node-rank")] == ["1", "3", "2", "2"]
+    assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
     train, serve = Job(job(*settings)).roles
     assert (train.first_node, train.nodes, serve.first_node, serve.nodes) == (0, 3, 3, 1)
 
@@ -395,9 +396,9 @@ def test_the_70b_script_submits_what_is_set_and_ends_with_what_is_not(tmp_path: 
     tepo = 'case $1 in plan) printf "Assumed:\n  - a: b\n$UNSET" ;; launch) echo "$@" && exit 3 ;; esac'
     write_script(tmp_path / ".venv-launch/bin/tepo", tepo)
     words = ["--dry-run", "--executor", "slurm", "--executor=kubernetes", "train.steps=5"]
-    environment = {**os.environ, "CDPATH": str(tmp_path), "UNSET": unset, "RUN": "r.yaml", **dict.fromkeys(SET, "a b")}
-    command = ["bash", "scripts/run_tepo_70b.sh", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    environment = {"PATH": os.environ["PATH"], "CDPATH": str(tmp_path), "UNSET": unset, "RUN": "r.yaml"}
+    command, env = ["bash", "scripts/run_tepo_70b.sh", *words], environment | dict.fromkeys(SET, "a b")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 3, "launch's own exit code"
     submitted = ["r.yaml", *(f"{field}=a b" for field in SET.values()), "cluster.executor=slurm", "cluster.executor=kubernetes"]
     head = " ".join(["launch", *submitted, "train.steps=5", "--dry-run\n"])

@@ -39,10 +39,8 @@ def plan(path: str, *overrides: str) -> Plan:
 
 @pytest.mark.parametrize("name", [*RECIPES, "code"])
 def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
-    config = load_run(EXAMPLES / name / "run.yaml")
-    found = plan(str(EXAMPLES / name / "run.yaml"), REPLAY)
-    check_placement(config)
-    assert found.problems == Plan.of(config, found.spec).problems == ()  # the second one's of the servers too
+    found = plan(str(EXAMPLES / name / "run.yaml"))
+    assert found.problems == ()
     assert any("not on this machine" in text for text in found.assumptions)
     assert found.worst.total < 0.9 * found.config.cluster.gpu_memory_gib * GIB
 

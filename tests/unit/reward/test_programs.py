@@ -72,17 +72,20 @@ def test_programs_are_scored_and_nothing_that_they_do_is_a_failure_of_the_verifi
     assert [(result.reward, result.error) for result in found] == [(expected, None) for _, _, expected in cases]
 
 
-def test_a_part_counts_where_it_is_wanted_also_of_a_program_that_is_ended() -> None:
+def test_a_part_counts_where_it_is_wanted() -> None:
     responses = {
         "def twice(x): return 2 * x": 1,
         "def twice(x): return x + 2": 1 / 3,
         "import os\ndef twice(x):\n    if x < 0: os._exit(0)\n    return 2 * x": 2 / 3,
-        "import time\ndef twice(x):\n    if x < 0: time.sleep(10**6)\n    return 2 * x": 2 / 3,
         "def once(x): return x": 0,
     }
-    found = score({"kwargs": {"seconds": 10, "partial": True}}, [(TWICE, each) for each in responses])
-    assert [result.error for result in found] == [None] * len(responses)
+    found = score({"kwargs": {"seconds": 60, "partial": True}}, [(TWICE, each) for each in responses])
     assert [result.reward for result in found] == pytest.approx(list(responses.values()))
+
+
+def test_a_program_that_waits_for_ever_is_ended_and_has_not_passed() -> None:
+    (result,) = score({"kwargs": {"seconds": 10}}, [(TWICE, "import time\ntime.sleep(10**6)")])
+    assert (result.reward, result.error) == (0, None)
 
 
 def test_a_sandbox_that_does_not_start_is_a_failure_and_no_wrong_program() -> None:

@@ -301,7 +301,7 @@ def test_a_judge_that_is_silent_fails_in_time(server: JudgeServer) -> None:
         server.asked.clear()
         judge = Judge(**kwargs(server, **others))  # type: ignore[arg-type]
         asking = asyncio.create_task(judge.score(_problem("a"), ResponseText("silent")))
-        while tries is not None and server.asked["silent"] < tries:
+        while tries is not None and not asking.done() and server.asked["silent"] < tries:
             await asyncio.sleep(0.01)
         if tries is not None:
             asking.cancel()

@@ -123,10 +123,14 @@ def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Any) ->
 
 
 def test_a_batch_is_trained_on_in_several_passes_and_scored_once(reference_run: Any) -> None:
-    log = {"token_samples": 1, "token_samples_every": 1}
-    run = reference_run({"train": {"steps": 2, "epochs_per_batch": 3}, "log": log}).run()
+    sampled = {"rollout.samples_per_prompt": 4, "rollout.sampling.temperature": 2.0}  # so that there are advantages
+    settings = {**sampled, "log": {"token_samples": 1, "token_samples_every": 1}}
+    run = reference_run({"train": {"steps": 2, "epochs_per_batch": 3}, **settings}).run()
     assert run.noted("score", "update", "row") == ["row 0", *(*STEP, *STEP[2:] * 2, "row 1"), *(*STEP, *STEP[2:] * 2, "row 2")]
     assert {key for key in run.rows[1] if key.startswith("clip/share_u")} == {f"clip/share_u{index}" for index in range(1, 7)}
+    once = reference_run({"train": {"steps": 2}, **settings, "output": str(run.config.output.with_name("once"))}).run()
+    assert run.rows[1]["ratio/max"] > once.rows[1]["ratio/max"]
+    assert run.digest != once.digest
 
 
 def rollback(**train: Any) -> dict[str, Any]:

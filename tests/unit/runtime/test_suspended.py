@@ -17,7 +17,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward import math_verifier
 from tests.support.processes import eventually, family, python_programs, suspend
 
-LIMIT_S = 10.0
+LIMIT_S = 15.0
 
 JOB = f"""
 import json, os, sys, time
@@ -54,7 +54,7 @@ else:
     verifier = {{"verifier": f"{{code}}:{{what}}"}}
     if what == "program":
         verifier = {{"verifier": "python_tests", "kwargs": {{"seconds": {LIMIT_S} - 1}}}}
-    tests = {{"tests": ["import time\\ntime.sleep(3)"]}}
+    tests = {{"tests": ["import time\\ntime.sleep(6)"]}}
     pool = RewardPool(RewardConfig(**verifier, **limit))
     pool.submit(0, Problem("p", "", "", tests), "")
     ((_, answer),) = pool.poll(None)
@@ -100,7 +100,7 @@ def stop_for_long(start: Callable[..., Any], what: str, folder: Path) -> Any:
     (folder / "code.py").write_text(CODE)
     job = start("-c", JOB, what, folder / "code.py")
     begun = (folder / "started").exists if what != "program" else lambda: len(family(job.pid)) == 4
-    assert eventually(lambda: begun() or job.poll() is not None)
+    assert eventually(lambda: begun() or job.poll() is not None), what
     suspend(job.pid, LIMIT_S + 2, parent_first=what == "rank")
     time.sleep(2.5 if what == "rank" else 0.3)  # who counted the time now sees it
     (folder / "go").touch()
@@ -112,7 +112,7 @@ def test_time_in_which_the_whole_job_was_stopped_is_not_counted(tmp_path: Path) 
     """All at once: most of the time they are stopped."""
     with python_programs({}) as start, ThreadPoolExecutor(len(JOBS)) as pool:
         ends = {what: pool.submit(stop_for_long, start, what, tmp_path / what) for what in JOBS}
-    assert {what: end.result() for what, end in ends.items()} == {what: [1.0, None] for what in JOBS}
+    assert {what: end.exception() or end.result() for what, end in ends.items()} == {what: [1.0, None] for what in JOBS}
 
 
 def test_an_alarm_that_time_did_not_bring_is_not_the_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:

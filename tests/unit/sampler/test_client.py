@@ -75,6 +75,7 @@ def test_responses_come_back_with_key_and_parameters_sent(serve: Serve, sent: li
         (500, b"Internal Server Error", "status 500: Internal Server Error"),
         (503, b"", "status 503: no explanation"),
         (200, head_frame({"error": "the engine is dead", "status": 500}), "status 500: the engine is dead"),
+        (200, b"", "stopped after 0 responses of 2"),
         (200, b"<html>", "something else than responses: b'<html>'"),
     ],
 )

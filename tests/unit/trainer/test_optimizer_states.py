@@ -19,7 +19,7 @@ from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron.gpu import check_config
 from tepo_megatron.trainer.megatron.policy import offload
-from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates
+from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.weights.architecture import read_model_spec
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) < 3e38)
@@ -109,6 +109,31 @@ def test_copies_in_fp8_leave_with_the_weights() -> None:
     assert model._fp8_workspaces
     offloader.keep()
     assert not model._fp8_workspaces
+
+
+class GroupCounting(torch.optim.Optimizer):
+    """Counts steps as Transformer Engine's and apex' Adam do: per group, from 1 where there is no count."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+@given(st.integers(0, 1000))
+def test_a_resumed_fused_adam_counts_on(updates: int) -> None:
+    """Or else its bias correction would start anew under moments that did not: a jump of the weights at every resume."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    wrapped = object.__new__(FP32Optimizer)
+    wrapped.optimizer = GroupCounting([param])
+    values = {state: torch.full((3,), float(number)) for number, state in enumerate(STATES, 1)}
+    OptimizerStates(wrapped).restore(param, values, updates=updates)
+    wrapped.optimizer.step()
+    assert wrapped.optimizer.param_groups[0]["step"] == updates + 1
+    assert torch.equal(param, torch.ones(3))
+    assert set(wrapped.optimizer.state[param]) == {"exp_avg", "exp_avg_sq"}
 
 
 def test_a_master_is_set_where_it_is_held() -> None:

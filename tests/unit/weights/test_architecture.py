@@ -19,13 +19,19 @@ from tests.support.reshard_models import MOE, small_spec
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 17}
 SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 3}
+UNLIKE: dict[str, dict[str, Any]] = {
+    "Glm4MoeForCausalLM": {"n_shared_experts": 2, "n_routed_experts": 5, "moe_intermediate_size": 28},
+    "MixtralForCausalLM": {"num_local_experts": 3},
+    "Qwen3MoeForCausalLM": {"num_experts": 5, "moe_intermediate_size": 28},
+}
+"""Sizes of experts that are no other size, so that shapes tell them apart."""
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_tensors_are_those_that_transformers_writes(architecture: str, tied: bool, tmp_path: Path) -> None:
     """In memory transformers stacks the experts; on disk every expert has tensors of its own. A tied head occurs once."""
-    changes = {"n_shared_experts": 2} if architecture == "Glm4MoeForCausalLM" else {}
+    changes = UNLIKE.get(architecture, {})
     random_model(architecture.removesuffix("ForCausalLM"), tie_word_embeddings=tied, **changes).save_pretrained(tmp_path)
     written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert tensor_shapes(read_model_spec(tmp_path)) == written

@@ -129,6 +129,7 @@ def test_transformers_reads_an_export_with_its_index_and_another_dtype_is_rounde
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     expected = {name: tensor.bfloat16() for name, tensor in all_tensors(model).items()}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     for name, tensor in expected.items():
         assert loaded[name].dtype == torch.bfloat16

@@ -33,8 +33,8 @@ def test_moves_write_every_element_once_and_send_no_byte_too_many_and_equal_rank
     for move in plan.moves:
         target = move.destination_region.view(found[move.destination][move.destination_param])
         target.add_(move.source_region.view(sources[move.source][move.source_param]))
-    for got, params in zip(found, destinations, strict=True):
-        assert [name for name, param in params.items() if not torch.equal(got[name], param)] == []
+    for rank, (got, params) in enumerate(zip(found, destinations, strict=True)):
+        assert [(rank, name) for name, param in params.items() if not torch.equal(got[name], param)] == []
     owners: dict[int, list[int]] = defaultdict(list)
     for rank, params in enumerate(sources):
         for value in {int(v) for param in params.values() for v in param.flatten()} - {0}:
