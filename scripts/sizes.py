@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_172,
     "tests, lines": 43_858,
-    "docs and docstrings, words": 109_999,
+    "docs and docstrings, words": 109_993,
     "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,
