@@ -404,6 +404,9 @@ KEPT_TK, IDS_TK = torch.full((3, 1), -1), torch.zeros(3, 2, dtype=torch.int32)
 def test_bad_input(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         logprob_and_entropy(torch.zeros(3, 5), torch.arange(3), **changes)
+    if isinstance(changes["teacher"], TeacherTopK):
+        with pytest.raises(ValueError, match=message):
+            fused_linear_logprob_and_entropy(torch.zeros(3, 2), torch.zeros(5, 2), torch.arange(3), **changes)
 
 
 def test_bad_divergences_and_heads() -> None:
