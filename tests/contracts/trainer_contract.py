@@ -27,7 +27,7 @@ from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 from tests.contracts.naming import have_members, naming_members, refused
 from tests.support.dense_scores import dense_divergence, dense_logprob_and_entropy
 from tests.support.engines import figures
-from tests.support.float64 import prompt_logprobs, token_scores
+from tests.support.float64 import load, packed_logits, prompt_logprobs, token_scores
 from tests.support.random_models import VOCABULARY, random_family
 
 Make = Callable[..., Trainer]
@@ -140,11 +140,8 @@ def assert_near(what: str, actual: Any, expected: Any) -> None:
 class Dense:
     """transformers in float64, with torch's AdamW."""
 
-    def __init__(self, folder: Path, model_dir: Path | None = None) -> None:
-        import transformers
-
-        path = model_dir or make_model(folder)
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = load(make_model(folder))
         self.params = dict(self.model.named_parameters())
         self.config, self.updates = make_config(folder), 0
         options = self.config.optimizer
@@ -152,12 +149,9 @@ class Dense:
         groups = [{"params": [param], "weight_decay": decay * (param.dim() > 1)} for param in self.params.values()]
         self.adam = torch.optim.AdamW(groups, betas=options.betas, eps=options.eps)
 
-    def logits(self, batch: Batch) -> Tensor:
-        return torch.cat([self.model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())])
-
     def update(self, batch: Batch) -> dict[str, float]:
         objective, options = build_objective(self.config.objective), self.config.optimizer
-        scores = dense_logprob_and_entropy(self.logits(batch), batch.labels_T, temperature=TEMPERATURE)
+        scores = dense_logprob_and_entropy(packed_logits(self.model, batch), batch.labels_T, temperature=TEMPERATURE)
         output = objective(scores, batch, objective.prepare(batch))
         loss = output.numerator / output.denominator
         self.adam.zero_grad()
@@ -405,8 +399,7 @@ def asks_the_teachers(make: Make, folder: Path) -> None:
     assert batch.teacher_logprobs_T is not None, "Trainer.score: teacher_logprobs_T are missing"
     with torch.no_grad():
         first_TV, second_TV, own_TV = (
-            (Dense(folder, path).logits(batch) / TEMPERATURE).log_softmax(-1)
-            for path in (*folders.values(), make_model(folder))
+            (packed_logits(load(path), batch) / TEMPERATURE).log_softmax(-1) for path in (*folders.values(), make_model(folder))
         )
     mask_T = batch.loss_mask_T
     teacher_TV = torch.where((numbers_S == 0)[batch.sequence_index_T][:, None], first_TV, second_TV)
@@ -433,7 +426,7 @@ def compares_with_a_served_teachers_top_k(make: Make, folder: Path) -> None:
     batch = trainer.score(trainer.batch_from_root(rollouts))
     assert batch.top_ids_TK is not None, "Trainer.score dropped the teacher's top k"
     teacher = TeacherTopK(batch.top_ids_TK, batch.top_logprobs_TK, Divergence("jsd", 0.25))
-    logits_TV = Dense(folder).logits(batch)
+    logits_TV = packed_logits(load(make_model(folder)), batch)
     scores = dense_logprob_and_entropy(logits_TV, batch.labels_T, mask_T=batch.loss_mask_T, teacher=teacher)
     expected = {
         "divergence": scores.divergence,

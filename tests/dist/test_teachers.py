@@ -18,7 +18,7 @@ from tepo_megatron.sampler.rollout_file import Record, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tests.support.dense_scores import dense_divergence, dense_logprob_and_entropy
 from tests.support.engines import Split, Worlds, assert_first_moments, figures, make_engine, save_checkpoint, short_rollouts
-from tests.support.float64 import token_scores
+from tests.support.float64 import load, packed_logits, token_scores
 from tests.support.random_models import random_family
 
 TEMPERATURE, COEFFICIENT, BETA = 1.3, 0.7, 0.3
@@ -141,11 +141,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds[Case]:
 
 
 def _logits(folder: Path, batch: Batch, temperature: float = TEMPERATURE) -> tuple[Tensor, Any]:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    rows = [model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-    return (torch.cat(rows) / temperature).log_softmax(-1), model
+    model = load(folder)
+    return (packed_logits(model, batch) / temperature).log_softmax(-1), model
 
 
 def _of_teacher(batch: Batch, case: Case, values: list[Tensor]) -> Tensor:

@@ -37,10 +37,14 @@ class Oracle:
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 
-def _load(folder: Path) -> Any:
+def load(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+
+
+def packed_logits(model: Any, batch: Batch) -> Tensor:
+    return torch.cat([model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())])
 
 
 @torch.no_grad()
@@ -48,18 +52,17 @@ def token_scores(
     folder: Path, batch: Batch, *, temperature: float, weights: dict[str, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the labels and entropies, [T] each, by the model of a folder, or by other weights of it."""
-    model = _load(folder)
+    model = load(folder)
     if weights is not None:
         model.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
-    rows = [model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-    scores = dense_logprob_and_entropy(torch.cat(rows), batch.labels_T, temperature=temperature)
+    scores = dense_logprob_and_entropy(packed_logits(model, batch), batch.labels_T, temperature=temperature)
     return scores.logprob, scores.entropy
 
 
 @torch.no_grad()
 def prompt_logprobs(folder: Path, prompt: list[int]) -> list[float]:
     """Of every token but the first, at temperature 1."""
-    logprobs_TV: Tensor = _load(folder)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    logprobs_TV: Tensor = load(folder)(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return logprobs_TV[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
 
 
@@ -68,7 +71,7 @@ def oracle_of(folder: Path, batch: Batch, *, aux_loss: float = 0.0) -> Oracle:
 
     ``aux_loss``: the coefficient of each layer's load-balancing loss over the whole batch, with such experts.
     """
-    oracle = _load(folder)
+    oracle = load(folder)
     lengths = batch.lengths_S.tolist()
     routers: list[_Replayed] = []
     if batch.routed_experts_T is not None:
@@ -79,8 +82,7 @@ def oracle_of(folder: Path, batch: Batch, *, aux_loss: float = 0.0) -> Oracle:
     loads = {name: torch.zeros(gate.num_experts, dtype=torch.int64) for name, gate in biased.items()}
     for name, gate in biased.items():
         gate.register_forward_hook(partial(_count, loads[name]))
-    logits = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(lengths)]
-    scores = dense_logprob_and_entropy(torch.cat(logits), batch.labels_T)
+    scores = dense_logprob_and_entropy(packed_logits(oracle, batch), batch.labels_T)
     loss = -scores.logprob[batch.loss_mask_T].mean()
     balance = aux_loss * sum((router.balance for router in routers), torch.zeros((), dtype=torch.float64))
     (loss + balance).backward()
