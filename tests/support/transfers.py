@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -20,11 +21,17 @@ from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.move import MoveEnd, queues, wire_dtype
 from tepo_megatron.weights.transfer.sender import ReceiveOrder
-from tepo_megatron.weights.transfer.transport import TransferGroup
+from tepo_megatron.weights.transfer.transport import TransferGroup, connect, listen
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, numbered_model, parameters
 
 Params = dict[str, Tensor]
+
+
+def meeting() -> Callable[[int], Any]:
+    """A new store, as each rank reaches it."""
+    store, place = listen("127.0.0.1")
+    return lambda rank: store if rank == 0 else connect("127.0.0.1", place, TIMEOUT_S)
 
 
 class Letters:

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.transfer import move, transport
+from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.move import MoveEnd, message_sizes, queues
 from tepo_megatron.weights.transfer.sender import ReceiveOrder
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec
@@ -30,7 +30,7 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.ipc import source_routes
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
-from tests.support.transfers import SIZES, Mailbox, assert_all_arrives, blank, carry_out, mailboxes, setting
+from tests.support.transfers import SIZES, Mailbox, assert_all_arrives, blank, carry_out, mailboxes, meeting, setting
 
 CPU, HOST = torch.device("cpu"), "127.0.0.1"
 
@@ -98,7 +98,7 @@ def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, relayed:
     return [enter(box, store, member_of(plan, rank, **sizes, relayed=relayed), memory) for rank, box in enumerate(boxes)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(case=cases(), **SIZES, relayed=st.booleans(), updates=st.sampled_from([1, 2]))
 def test_all_arrives_by_slots_and_what_goes_to_another_gpu_through_the_rank_there(
     case: Case, limit: int, alone: int, relayed: bool, updates: int
@@ -125,14 +125,9 @@ CROSSED = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas
 """Two trainer ranks and two workers; half of each worker's weights come from the other's GPU."""
 
 
-def meeting() -> Callable[[Member], TransferGroup]:
-    store, place = transport.listen(HOST)
-
-    def come(member: Member) -> TransferGroup:
-        mine = store if member.rank == 0 else transport.connect(HOST, place, TIMEOUT_S)
-        return ipc.TRANSPORT.join(mine, member, TIMEOUT_S)
-
-    return come
+def joining() -> Callable[[Member], TransferGroup]:
+    store_of = meeting()
+    return lambda member: ipc.TRANSPORT.join(store_of(member.rank), member, TIMEOUT_S)
 
 
 def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_ranks() -> None:
@@ -140,7 +135,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
     members = [member_of(plan, rank, limit=limit, relayed=True) for rank in range(4)]
     with ThreadPoolExecutor(4) as pool:
         with standing_in(GlooGroup, Memory()):
-            groups = list(pool.map(meeting(), members))
+            groups = list(pool.map(joining(), members))
         assert_all_arrives(CROSSED, limit=limit, boxes=lambda _: groups)
 
         def take_part(rank: int) -> None:
@@ -205,7 +200,7 @@ def test_another_host_or_gpu_is_refused(what: str) -> None:
 
 def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
     """A minute is what it would wait otherwise."""
-    come, full = meeting(), mock.patch.object(Memory, "export", side_effect=RuntimeError("out of memory"))
+    come, full = joining(), mock.patch.object(Memory, "export", side_effect=RuntimeError("out of memory"))
     with ThreadPoolExecutor(1) as pool, standing_in(GlooGroup, Memory()), full:
         receiving = pool.submit(come, Member(1, 2, CPU, HOST, writers={0: 0}))
         with pytest.raises(RuntimeError, match="out of memory"):

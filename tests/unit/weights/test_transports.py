@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from tepo_megatron.weights.transfer.transport import Member, Rendezvous, Transpo
 from tepo_megatron.weights.transfer.transports import Introduction, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tests.support.programs import TIMEOUT_S
+from tests.support.transfers import meeting
 
 CPU, HOST = torch.device("cpu"), "127.0.0.1"
 TRAINER = Introduction("trainer rank 0", "a", "10.0.0.1", "GPU-1", "2.29.7")
@@ -66,12 +67,6 @@ def test_what_can_be_joined_is_not_refused_and_a_shared_gpu_is_said_where_gloo_m
     assert roll(TRAINER, shared, may_share=True) == (
         "trainer rank 0 (10.0.0.1) and worker 0 of a rollout server (10.0.0.2) are on the same GPU, GPU-1"
     )
-
-
-def meeting() -> Callable[[int], Any]:
-    """A new store, as each rank reaches it."""
-    store, place = listen(HOST)
-    return lambda rank: store if rank == 0 else connect(HOST, place, TIMEOUT_S)
 
 
 def test_all_members_of_a_shared_gpu_take_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +195,7 @@ def random_tensor(shape: tuple[int, ...], dtype: str, generator: torch.Generator
     return torch.randint(256, (size,), generator=generator, dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(specs=tensor_specs, limit=st.sampled_from([1, 16, 64, 2**20]), seed=st.integers(0, 2**31))
 def test_every_receiver_gets_every_tensor_bit_by_bit(
     group: list[GlooGroup], specs: list[tuple[tuple[int, ...], str]], limit: int, seed: int
