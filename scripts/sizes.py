@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_172,
-    "tests, lines": 43_858,
+    "tests, lines": 43_830,
     "docs and docstrings, words": 109_993,
     "public classes and functions": 776,
     "modules": 273,

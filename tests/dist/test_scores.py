@@ -37,7 +37,7 @@ def _case(world, width, vocab, dtype):
 def _kept(labels, vocab):
     """The tokens beside each label that a sampler's mask has kept: none for some, most of the vocabulary for others."""
     generator = torch.Generator().manual_seed(8)
-    kept = torch.full((23, vocab - 1), -1)
+    kept = torch.full((len(labels), vocab - 1), -1)
     for row, label in zip(kept, labels, strict=True):
         others = [int(token) for token in torch.randperm(vocab, generator=generator) if token != label]
         count = int(torch.randint(0, vocab, (), generator=generator))
@@ -193,7 +193,7 @@ def _fused_one(rank, world, width, vocab, dtype, sequence_parallel, kept, diverg
     own_hidden = hidden[rows].clone().requires_grad_()
     own_weight = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
     options: dict[str, Any] = {"temperature": 0.8, "vocab_size": vocab, "mask_T": mask, "entropy_slope": True}
-    options["kept_TK"] = _kept(torch.cat([labels, labels[:3]]), vocab)[:20] if kept else None
+    options["kept_TK"] = _kept(labels, vocab) if kept else None
     own_teacher: Any = None
     of_whole: Any = None
     if divergence is not None:

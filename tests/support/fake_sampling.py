@@ -184,13 +184,7 @@ class FakeServers:
 
 
 def collector(
-    config: RunConfig,
-    problems: Sequence[Problem],
-    verifiers: Any,
-    fleet: Any,
-    *,
-    collect: Any = None,
-    say: Callable[..., None] = lambda *_: None,
+    config: RunConfig, problems: Sequence[Problem], verifiers: Any, fleet: Any, *, collect: Any = None
 ) -> RolloutCollector:
     """A run's collector, with a tokenizer that writes token ids as text."""
 
@@ -198,7 +192,7 @@ def collector(
     tokenizer.decode = lambda ids: " ".join(map(str, ids))
     by_id, spec = {problem.id: problem for problem in problems}, SimpleNamespace(vocab_size=50)
     inputs: Any = SimpleNamespace(train=list(problems), by_id=by_id, tokenizer=tokenizer, spec=spec)
-    journal, rewards = Journal(config, say, say), StepRewards(config, say)
+    journal, rewards = Journal(config, print, print), StepRewards(config, print)
     collected_by = RolloutCollector(
         config,
         inputs,

@@ -33,11 +33,7 @@ from tests.support.dense_scores import (
 check = partial(compare, backend="triton", tolerance=2e-5)
 
 
-def kind_of(divergence: Divergence | None) -> str:
-    return "no teacher" if divergence is None else divergence.kind
-
-
-@pytest.mark.parametrize("divergence", [None, *DIVERGENCES], ids=kind_of)
+@pytest.mark.parametrize("divergence", [None, *DIVERGENCES], ids=str)
 @settings(max_examples=20)
 @given(case=cases(max_width=700), inplace=st.booleans(), spread=st.sampled_from([0.0, 0.3, 5.0]))
 def test_matches_the_dense_oracle(divergence: Divergence | None, case: Any, inplace: bool, spread: float) -> None:

@@ -68,7 +68,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(config=runs())
 def test_what_is_dumped_loads_as_the_same_run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("dump")
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_read_is_told_with_its_place(tmp_path: Path, conte
     assert expected in problems(tmp_path / "run.yaml")[0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(path=st.sampled_from(LEAVES), data=st.data())
 def test_one_slip_of_the_finger_is_met_with_the_key_that_was_meant(path: str, data: st.DataObject) -> None:
     parent, _, key = path.rpartition(".")
@@ -186,7 +186,7 @@ def test_one_slip_of_the_finger_is_met_with_the_key_that_was_meant(path: str, da
     assert any(f"did you mean {prefix}{key}?" in line for line in problems(None, f"{prefix}{slip}=1"))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**63), number=st.integers(0, 50))
 def test_each_is_valid_or_refused_in_sentences(seed: int, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """One that is accepted is written and read back as the same run."""

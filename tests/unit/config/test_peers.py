@@ -13,7 +13,6 @@ from tepo_megatron.config.peers import convert, peers, read_peer_file
 from tepo_megatron.config.schema import schema_rows
 from tests.support.cli import invoke
 
-ROOT = Path(__file__).parents[3]
 FILES = Path(__file__).parent / "peers"
 
 EXPECTED: dict[str, dict[str, Any]] = {

@@ -389,7 +389,7 @@ def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:
 @example(body=DEEP, path="/v1/reward")
 @example(body=DEEP, path="/v1/chat/completions")
 @example(body=b'{"reward":' + b"[" * 500 + b"]" * 500 + b"}", path="/v1/reward")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_agents_request_that_is_none_fails_its_episode(body: bytes, path: str) -> None:
     async def scene(address: Any, client: httpx.AsyncClient) -> None:
         session = talk()

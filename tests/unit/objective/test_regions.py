@@ -283,7 +283,7 @@ def test_a_fixed_bound_may_stand_beside_an_automatic_one_and_a_rare_share_moves_
 def test_a_step_moves_a_bound_by_what_is_outside(start, scale, seed):
     moves = scale * torch.randn(50, generator=torch.Generator().manual_seed(seed)).abs()
     counts = count_moves(moves, torch.ones(50, dtype=torch.bool))
-    region = ObjectiveConfig(trust_region=AUTO).trust_region
+    region = Clip(**AUTO)
     low, high = next_clip_range(region, torch.stack([counts, counts]), (start, start))
     least, most = (float((moves > start * edge).double().mean()) for edge in (1.03, 1 / 1.03))
     assert low == high
@@ -293,7 +293,7 @@ def test_a_step_moves_a_bound_by_what_is_outside(start, scale, seed):
 def test_over_steps_of_few_responses_the_wanted_share_is_outside():
     """A step has 16 responses of 50 tokens, and a scale of its own that also grows, as with gradients of few groups."""
     generator = torch.Generator().manual_seed(0)
-    region = ObjectiveConfig(trust_region=AUTO).trust_region
+    region = Clip(**AUTO)
     shares, of_quantiles, quantile = [], [], math.inf
     current: tuple[float, float] = None
     for step in range(200):

@@ -62,7 +62,7 @@ def test_of_the_experts_a_token_meets_the_chosen_ones() -> None:
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_rank_holds_what_the_layouts_say_with_the_padding_of_its_vocabulary(case: Case) -> None:
     source, stages = case.source, case.source.pp
     layers = 2 * stages

@@ -184,7 +184,6 @@ def test_float32_computes_at_its_own_peak() -> None:
 
 
 @given(pp=st.sampled_from([2, 4, 8]), vpp=st.sampled_from([1, 2, 5]))
-@settings(deadline=None)
 def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vpp: int) -> None:
     """The first stage keeps L · (1 + (p − 1) / (p v)) layers' worth if interleaved, L if not (Korthikanti et al., 2022)."""
     spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
@@ -325,12 +324,9 @@ def test_what_is_not_set_yet_ends_a_plan(tmp_path: Path) -> None:
     assert unset("cluster.executor=kubernetes", "cluster.mounts=['claim:/shared']", "cluster.container=c") == []
 
 
-SHORT_PLAN = plan(QWEN, REPLAY)
-
-
 @given(st.floats(0.1, 500), st.floats(0.1, 500), st.floats(0, 50))
 def test_idle_shares_of_both_schedules_follow_from_the_phases(generation: float, training: float, sync: float) -> None:
-    step = replace(SHORT_PLAN.time, generation=generation, train=training, sync=sync)
+    step = replace(plan(QWEN, REPLAY).time, generation=generation, train=training, sync=sync)
     trains = step.seconds - generation
     one, two = step.schedules(is_colocated=False)
     assert (one.schedule, two.schedule) == ("sync", "overlap")
@@ -383,7 +379,7 @@ sizes = st.sampled_from([1, 2, 3, 4])
 
 
 @given(st.integers(2, 12), sizes, sizes, sizes, sizes)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nodes_pass_if_the_ranks_fill_them_and_otherwise_the_mend_does(nodes: int, tp: int, pp: int, cp: int, dp: int) -> None:
     parallel = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
     if tp * pp * cp * dp == 4 * nodes:

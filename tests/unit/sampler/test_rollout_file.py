@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
@@ -57,7 +57,6 @@ rollouts = rollouts_with_masks()
 ONE = Rollout("p", 0, (1, 2), (3,), (-0.1,), "stop", WeightsVersion(4, "ab"), "a\nb\u2028c", 1.0)
 
 
-@settings(deadline=None)
 @given(written=st.lists(rollouts, max_size=5), step=st.integers(0, 10**8))
 def test_what_is_read_is_what_was_written(written: list[Rollout], step: int) -> None:
     with TemporaryDirectory() as folder:
@@ -76,7 +75,6 @@ def test_a_failed_write_leaves_the_older_record(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None)
 def test_a_record_cut_anywhere_is_refused(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         path = write_rollouts(Path(folder), 3, [ONE, replace(ONE, group=1), replace(ONE, group=2)])

@@ -217,7 +217,7 @@ def block_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, le
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value).flatten(1)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(lengths_of, st.integers(1, 3), st.integers(1, 2), seeds)
 def test_attention_and_its_gradients_match_the_dense_oracle(lengths: list[int], repeats: int, groups: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -241,7 +241,7 @@ def test_attention_and_its_gradients_match_the_dense_oracle(lengths: list[int], 
         torch.testing.assert_close(ours.grad.double(), oracle.grad, atol=1e-5, rtol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 3]), st.integers(0, 3), seeds)
 def test_the_rotation_and_its_gradient_match_the_complex_oracle(chunks: list[int], cp: int, rest: int, seed: int) -> None:
     """Dimensions i and i + half of a token at position p are turned by p · f_i; ``rest`` dimensions stay."""

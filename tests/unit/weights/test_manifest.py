@@ -149,7 +149,7 @@ shapes_of = st.dictionaries(st.text("abc.0", min_size=1, max_size=9), st.tuples(
 
 
 @given(shapes_of, st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_copy_has_the_same_and_another_tensor_shows(shapes: dict[str, tuple[int, int]], data: st.DataObject) -> None:
     drawn = np.random.default_rng(data.draw(st.integers(0, 9)))
     weights = {name: drawn.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

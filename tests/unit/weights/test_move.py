@@ -44,7 +44,7 @@ def typed(params: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torc
     return {name: tensor.to(torch.float32 if "bias" in name else dtype) for name, tensor in params.items()}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(limit=st.sampled_from([6, 64, 2**20]), kept=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, kept: torch.dtype) -> None:
     """Also where a message ends within one. A message has one digest of each parameter, whose parts are next to each other."""
@@ -63,7 +63,7 @@ def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, k
         assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), case=cases(), limit=st.sampled_from([64, 2**20]), kept=st.sampled_from([BF16, F32]))
 def test_what_changes_after_it_arrived_is_named(data: st.DataObject, case: Case, limit: int, kept: torch.dtype) -> None:
     plan, sources, expected = setting(case)
@@ -104,7 +104,7 @@ class Damaging(Mailbox):
             self.seen += raw.numel()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), case=cases(), limit=st.sampled_from([64, 2**20]))
 def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
     data: st.DataObject, case: Case, limit: int

@@ -167,7 +167,7 @@ def groups(world: int, fabric: Fabric, *, timeout_s: float = TIMEOUT_S) -> list[
     return [join(store, rank, world, FakeProcessGroup(fabric, rank), timeout_s) for rank in range(world)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(case=cases(), **SIZES, seed=st.integers(0, 2**16))
 def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case, limit: int, alone: int, seed: int) -> None:
     assert_all_arrives(case, limit=limit, alone=alone, boxes=lambda plan: groups(plan.world_size, Fabric(seed)))

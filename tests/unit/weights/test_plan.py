@@ -24,7 +24,6 @@ from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.transfers import blank, setting
 
 
-@settings(deadline=None)
 @given(cases())
 def test_moves_write_every_element_once_and_send_no_byte_too_many_and_equal_ranks_share_the_work(case: Case) -> None:
     """The busiest rank against a bound for any division: the ranks of a set send at least what only they hold."""
@@ -167,7 +166,7 @@ def test_a_range_of_elements_is_cut_into_contiguous_boxes_in_order(shape: tuple[
 WEIGHTS = sum(math.prod(shape) for shape in tensor_shapes(small_spec()).values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases())
 def test_every_byte_is_on_one_link(case: Case) -> None:
     wanted = sum(math.prod(shard.box.shape) for layout in case.destination.layouts(case.spec) for shard in layout.shards)
