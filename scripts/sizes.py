@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_172,
+    "package, lines": 53_132,
     "tests, lines": 43_830,
-    "docs and docstrings, words": 109_993,
+    "docs and docstrings, words": 109_684,
     "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -239,8 +239,6 @@ def _ask_split(path: str, value: str | None, option: str, *, default: str | None
 
 
 def _one_of(known: Sequence[str], what: str) -> Callable[[str], str]:
-    """A column may be a key within one, ``a.b``."""
-
     def check(answer: str) -> str:
         if answer not in known and answer.partition(".")[0] not in known:
             raise ValueError(f"{answer!r} is no {what}; {', '.join(known) or 'there is none'}")

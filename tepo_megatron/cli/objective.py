@@ -244,7 +244,6 @@ def _curves(config: ObjectiveConfig) -> tuple[list[float], list[_Curve]]:
 
 
 def _text_plot(xs: Sequence[float], lines: Sequence[_Curve], *, width: int = 72, height: int = 17) -> str:
-    """The first curve is on top; ``xs`` is sorted."""
     values = [0.0, *(y for curve in lines for y in curve.ys)]
     low, high = min(values), max(values)
     if low == high:

@@ -181,7 +181,7 @@ class Heartbeat:
             self._write()
 
     def _make_again_if_removed(self) -> None:
-        """The run goes on without its output folder, which rank 0 makes again; without records nothing would watch ranks."""
+        """The run continues without its output folder, which rank 0 makes again; without records nothing would watch ranks."""
         folder = self._folder
         if folder is None or os.fstat(self._files[0].fileno()).st_nlink or not folder.parent.is_dir():
             return

@@ -57,7 +57,7 @@ class Sandbox:
     async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"", partner: Sequence[str] = ()) -> _Ran:
         """``arguments``: a script, which the program may read, or ``-c``. ``kept``: bytes of output to return, from both ends.
 
-        ``partner``: arguments of a second program, whose output is not read. The last argument of both is then the
+        ``partner``: arguments of a second program. Its output is not read. The last argument of both is then the
         descriptor of their end of a socket between them. Raises OSError.
         """
         async with AsyncExitStack() as stack:

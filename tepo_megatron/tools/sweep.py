@@ -189,7 +189,6 @@ def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
 
 
 def _quoted(text: str) -> str:
-    """Unless an override reads the same."""
     with suppress(yaml.YAMLError):
         if "${" not in text and yaml.safe_load(text) == text:
             return text

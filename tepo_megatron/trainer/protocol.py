@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The same on every rank.
+    """Is the same on every rank.
 
     If a number was not finite, the step was skipped: the trainer is as before, ``loss`` and ``grad_norm`` may be NaN, and
     ``sums``, ``extrema`` and ``token_values`` are empty.

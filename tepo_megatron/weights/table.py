@@ -142,7 +142,6 @@ def layer_mappings(
 
 @lru_cache(maxsize=256)
 def _expert_mappings(architecture: str, experts: Experts, local_experts: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
-    """vLLM's dimension of experts is flattened into rows."""
     names = EXPERT_NAMES[architecture]
     router = f"{names.block}.gate.weight"
     mappings = [ParamMapping(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]

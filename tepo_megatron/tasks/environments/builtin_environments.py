@@ -80,7 +80,6 @@ class Calculator(_Tool):
 
 
 def _compute(expression: str) -> str:
-    """``3/4`` gives ``0.75``. Raises ValueError."""
     if len(expression) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST} characters")
     try:
@@ -221,8 +220,6 @@ class _SkyrlGym:
 
 
 class _TextArena:
-    """A game of one player: its new messages of each turn, its reward at the end."""
-
     def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._game = make(**kwargs)
 

@@ -152,7 +152,6 @@ def _number(text: str) -> Decimal | None:
 
 
 def _plain_number(number: Decimal) -> str:
-    """``-0.50`` gives -0.5, ``1E2`` 100."""
     sign, digits, exponent = number.as_tuple()
     if not number or not isinstance(exponent, int):
         return "0"

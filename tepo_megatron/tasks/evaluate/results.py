@@ -95,8 +95,6 @@ def _read_set(path: Path) -> StoredSet:
 
 @dataclass(frozen=True)
 class _FigureDifference:
-    """Second minus first, per problem."""
-
     first: Interval
     second: Interval
     difference: Interval

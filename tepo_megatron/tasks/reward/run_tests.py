@@ -61,13 +61,10 @@ _TYPES = {
 """Types that are the same on both sides."""
 
 
-class _Ended(BaseException):
-    """The other side has ended, or sent nonsense."""
+class _Ended(BaseException): ...
 
 
 class _Proxy:
-    """Stands for an object of the other side."""
-
     __slots__ = ("_tepo_number", "_tepo_peer")
     _tepo_number: int
     _tepo_peer: _Peer

@@ -85,7 +85,6 @@ def _fused(factors: list[Tensor], divergence: Divergence, _: Tensor, labels: Ten
 
 
 def _products(factors: list[Tensor], *_: Tensor) -> Outputs:
-    """Of both heads, and backward of the student's two gradients."""
     hidden, weight, of_teacher, weight_of_teacher = factors
     logits = hidden.detach().requires_grad_() @ weight.detach().requires_grad_().T
     return (logits.sum(1) + (of_teacher @ weight_of_teacher.T).sum(1),)
@@ -102,7 +101,6 @@ def _verl(function: Callable[..., Tensor], teacher: Tensor, logits: Tensor, _: T
 
 
 def _verl_top_k(function: Callable[..., Outputs], teacher: TeacherTopK, logits: Tensor, _: Tensor) -> Outputs:
-    """Without the rest as an outcome, and with verl's metrics of it."""
     value, *_metrics = function(logits.unsqueeze(0), teacher.logprobs_TK.unsqueeze(0), teacher.ids_TK.long().unsqueeze(0), None)
     return (value.squeeze(0),)
 

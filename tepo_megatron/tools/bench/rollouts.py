@@ -224,7 +224,6 @@ def _receive(responses: int, length: int) -> list[Rollout]:
 
 
 def _older(responses: int, length: int) -> dict[str, float]:
-    """Seconds for the earlier JSON, with an object per token."""
     ids, logprobs = _random(length)
     pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
     content = [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]

@@ -170,8 +170,6 @@ class StepSetting:
 
 @dataclass(frozen=True)
 class _StepMeasurement:
-    """Has an entry per repeat, of the slowest rank."""
-
     layout: str
     ratio: float
     method: str

@@ -31,8 +31,6 @@ R = TypeVar("R")
 
 
 class _Ours:
-    """Has the methods of ``MegatronStep``; every rank calls."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 

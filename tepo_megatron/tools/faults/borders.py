@@ -83,7 +83,6 @@ def _reply_of(body: bytes, random: Hostile) -> bytes:
 
 @contextmanager
 def _answering(replies: Callable[[bytes], bytes]) -> Iterator[str]:
-    """A server reads the first part of a request, and replies with a function's bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -256,7 +255,6 @@ def _agent(problem: Problem, base_url: str, api_key: str, data: Any) -> float:
 
 @border("agents' address")
 def _address(folder: Path, random: Hostile) -> None:
-    """An agent that sends what no client sends, and another of the same process."""
     from tepo_megatron.tasks.environments.agents import Agents
 
     config = EnvironmentConfig(name="a.py:a", adapter="agent", timeout_s=60.0)

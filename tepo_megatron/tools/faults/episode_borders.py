@@ -85,8 +85,6 @@ def _pipe(folder: Path, random: Hostile) -> None:
 
 
 class _OddEnvironment:
-    """The problem's answer says whether it does what it was made for."""
-
     def __init__(self, first: Any, step: Any) -> None:
         self._first, self._step = first, step
 
@@ -124,8 +122,6 @@ class InProcess:
 
 
 class _Samples:
-    """A ``SampleStream`` in which the model writes one token and the end."""
-
     weights_version = WeightsVersion(0)
 
     def __init__(self) -> None:
@@ -249,7 +245,6 @@ def _requests(folder: Path, random: Hostile) -> None:
 
 @border("tool calls")
 def _tool_calls(folder: Path, random: Hostile) -> None:
-    """The model's own text is read as calls, and sent to the agent."""
     call = random.json({"name": "f", "arguments": {"a": 1}}).decode("utf-8", "replace")
     action = ResponseText(f"{random.text()}<tool_call>{call}</tool_call>".encode("utf-8", "replace").decode(), (5,), "stop")
     answer = ChatAnswer.read(action, "hermes")

@@ -80,7 +80,6 @@ _SAMPLES = {
 
 
 def _spoil_one(folder: Path, random: Hostile, files: dict[str, Any]) -> None:
-    """``files``: an object, rows, or bytes by name."""
     wrong = random.choice(list(files))
     for name, sound in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +99,6 @@ def _tiny() -> Tokenizer:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """A refusal has to say which file it is of."""
     try:
         yield
     except ValueError as error:
@@ -184,7 +182,6 @@ _ROLLOUT = Rollout("a", 0, (1, 2), (3, 2), (-0.5, -0.1), "stop", WeightsVersion(
 
 
 def _write_record(folder: Path, random: Hostile) -> None:
-    """Half of the lines are those that a digest belongs to."""
     path = write_rollouts(folder, 3, [_ROLLOUT, _ROLLOUT], drawn_by="me")
     head, *lines = map(json.loads, path.read_text().splitlines())
     body = random.lines(lines)
@@ -327,7 +324,6 @@ _METRICS = [
 
 @border("run folder")
 def _output(folder: Path, random: Hostile) -> None:
-    """Its rows, samples, token values, configuration, or ranks, as ``tepo status``, ``report`` and ``samples`` read them."""
     config = json.loads(_run_folder(folder).model_dump_json())
     files = {
         **{"metrics.jsonl": _METRICS, "samples.jsonl": [_SAMPLES], "train_samples.jsonl": [_SAMPLES | _SAMPLE | {"group": 0}]},

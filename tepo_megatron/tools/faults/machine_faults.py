@@ -44,7 +44,6 @@ def _root(*command: str | Path) -> str:
 
 @contextmanager
 def _mounted(folder: Path, *options: str | Path) -> Iterator[None]:
-    """Its content stays in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     _root("mount", *options, folder)
     retained = folder.with_name(folder.name + ".kept")
@@ -59,7 +58,6 @@ def _mounted(folder: Path, *options: str | Path) -> Iterator[None]:
 
 @contextmanager
 def _replaying(folder: Path, rollouts: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run after its second step."""
     (folder / "log.txt").unlink(missing_ok=True)
     process = start(folder, replay_command(folder, rollouts, LONG), **environment)
     try:

@@ -68,8 +68,6 @@ class _LiveFaults(FaultClass):
 
 
 class _Kills(_LiveFaults):
-    """The second round of roles shifts the phases by one."""
-
     name = "kills"
     title = "kill −9 of any process in any phase, live"
     cases = tuple((role, PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n, role in enumerate(2 * ROLES))

@@ -72,7 +72,6 @@ def _write_to_store(proof: Path, runs_code: bool, port: int) -> bool:
 
 
 def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[int]:
-    """In parallel: a run listens at a hundred ports, and another protocol's may never answer."""
     took: list[int] = []
 
     def attempt(port: int) -> None:

@@ -298,7 +298,6 @@ def _replayed(folder: Path, runs: Mapping[str, int]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One lane makes what several need."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

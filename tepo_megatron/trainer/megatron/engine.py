@@ -126,7 +126,6 @@ class Engine:
             self.offloader = Offloader(self.policy, self.platform.device, barrier, frozen)
 
     def _build_frozen(self, builder: PolicyBuilder, teachers: Mapping[str, Path]) -> None:
-        """Builds the reference and the teachers."""
         needs_reference = self.objective.needs_reference
         # with adapters, the policy without them is the reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None

@@ -74,7 +74,7 @@ class _Teacher:
 
 
 class Teachers:
-    """In the order of ``config.teachers``."""
+    """Keeps the order of ``config.teachers``."""
 
     def __init__(self, config: RunConfig, folders: Mapping[str, Path], forward: Forward, layers: Layers) -> None:
         self.numbers = {name: number for number, name in enumerate(config.teachers)}

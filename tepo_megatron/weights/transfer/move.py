@@ -145,7 +145,6 @@ def _name(segment: _MessageSegment) -> str:
 
 
 def _segments(end: MoveEnd, limit: int, room: int) -> Iterator[_MessageSegment]:
-    """At most ``limit`` elements each; the first fills ``room`` if worth it."""
     rows, row = end.region.box.shape[0], math.prod(end.region.box.shape[1:])
     box = first = 0
     size = room if room >= min(end.region.numel, max(row, limit // 16)) else limit
