@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_132,
     "tests, lines": 43_830,
-    "docs and docstrings, words": 109_684,
+    "docs and docstrings, words": 109_763,
     "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,
