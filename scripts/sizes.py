@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_132,
-    "tests, lines": 43_830,
+    "tests, lines": 43_836,
     "docs and docstrings, words": 109_763,
     "public classes and functions": 776,
     "modules": 273,

@@ -252,6 +252,12 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(
         assert (takes in check.advice) == (status == "fail")
 
 
+def test_a_model_whose_size_is_unknown_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    config = load_run(None, [f"model.path={tmp_path}/model", f"output={tmp_path}/out", "model.lora.rank=4"])
+    assert of_run(config, "output")[:2] == ("warn", "the model's size is unknown")
+
+
 def test_a_taken_port_is_named() -> None:
     with reserve_port("127.0.0.1") as held:  # so that no other process is given it
         port = held.getsockname()[1]
