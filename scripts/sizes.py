@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_132,
-    "tests, lines": 43_836,
+    "package, lines": 53_149,
+    "tests, lines": 43_845,
     "docs and docstrings, words": 109_763,
     "public classes and functions": 776,
     "modules": 273,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -97,14 +98,17 @@ class WeightReceiver(Protocol):
     ValueError with the tensor.
     """
 
+    @abstractmethod
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all even on an error, as the ranks gather
         them together.
         """
 
+    @abstractmethod
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
         """Ranks other than 0 call ``sender.update_as_non_root``."""
 
+    @abstractmethod
     def update_adapters(
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
@@ -125,10 +129,12 @@ class Sampler(WeightReceiver, Protocol):
         self.stop()
 
     @property
+    @abstractmethod
     def weights_version(self) -> WeightsVersion | None:
         """None unless all servers have the same version."""
 
     @property
+    @abstractmethod
     def addresses(self) -> list[str]:
         """The servers' addresses."""
 
@@ -136,18 +142,23 @@ class Sampler(WeightReceiver, Protocol):
         """Returns a line for each server, for ``tepo status``. Called after each step."""
         return self.addresses
 
+    @abstractmethod
     def start(self) -> None:
         """Returns when ready, or after ``stop``. Raises RuntimeError if a server fails."""
 
+    @abstractmethod
     def stop(self) -> None:
         """May be repeated."""
 
+    @abstractmethod
     def revive(self) -> bool:
         """Restarts dead servers; if True, update weights before new samples. Raises RuntimeError after too many restarts."""
 
+    @abstractmethod
     def sleep(self) -> None:
         """Frees GPU memory shared with the trainer, including the weights."""
 
+    @abstractmethod
     def wake_up(self) -> None:
         """Takes the remaining memory back after a weight update."""
 
@@ -191,6 +202,7 @@ class Sampler(WeightReceiver, Protocol):
                         on_progress(done, len(prompts))
         return [[group[sample] for sample in range(n)] for group in groups]
 
+    @abstractmethod
     def sample_stream(
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
     ) -> SampleStream:
@@ -199,20 +211,25 @@ class Sampler(WeightReceiver, Protocol):
         Raises RuntimeError without the current weights.
         """
 
+    @abstractmethod
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Returns, by address, natural log-probs of all tokens but the first, at temperature 1."""
 
+    @abstractmethod
     def score(self, tokens: Sequence[int], k: int = 0) -> Scores:
         """As ``prompt_logprobs``, from any one server, in any thread; other servers repeat what one fails to do. ``k``: also
         the most likely tokens at each place.
         """
 
+    @abstractmethod
     def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         """Returns, by address, log-probs of up to ``n`` tokens drawn after ``prompt``, with the prefix cache and without."""
 
+    @abstractmethod
     def read_back(self) -> dict[str, ReadBack]:
         """Compares, by address, the weights in use with those of the last update, bit by bit."""
 
+    @abstractmethod
     def figures(self) -> dict[str, float]:
         """Covers the time since the last call."""
 

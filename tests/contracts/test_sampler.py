@@ -214,3 +214,12 @@ def test_a_member_that_is_missing_or_raises_or_returns_nothing_is_named(
     ReferenceSampler.start(sampler)
     failures = contract_failures(sampler, [MEMBERS] if fault == "missing" else [CALLS, STOP])
     assert any(member in sentence.split(" raised ")[0] for sentence in failures.values()), failures
+
+
+def test_a_sampler_that_inherits_and_lacks_members_cannot_be_made() -> None:
+    assert set(members_of(Sampler)) - set(DEFAULTS) == Sampler.__abstractmethods__
+    lacking: Any = type(
+        "Lacking", (Sampler,), {name: value for name, value in vars(ReferenceSampler).items() if name != "sleep"}
+    )
+    with pytest.raises(TypeError, match=r"'?sleep'?$"):
+        lacking()
