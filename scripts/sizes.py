@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_149,
-    "tests, lines": 43_845,
-    "docs and docstrings, words": 109_763,
+    "package, lines": 53_158,
+    "tests, lines": 43_847,
+    "docs and docstrings, words": 109_775,
     "public classes and functions": 776,
     "modules": 273,
     "modules below 60 lines": 40,

@@ -88,9 +88,12 @@ class Section(BaseModel):
             for name, field in cls.model_fields.items():
                 if field.annotation in (Path, Path | None) and raw.get(name) == "":
                     raise ValueError(f"{name} is an empty path; write . for the current folder")
-                kinds = set(re.findall(r"\w+", repr(field.annotation))) if isinstance(raw.get(name), bool) else set()
-                if kinds & {"int", "float"} and "bool" not in kinds:
-                    raise ValueError(f"{name} = {_as_yaml(raw[name])} is no number; write one")
+                value = raw.get(name)
+                items = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+                places = {f".{key}": item for key, item in items.items()} if isinstance(items, Mapping) else {"": items}
+                for place, item in places.items():
+                    if isinstance(item, bool) and _takes_numbers_only(field.annotation, mapping=isinstance(value, Mapping)):
+                        raise ValueError(f"{name}{place} = {_as_yaml(item)} is no number; write one")
         return raw
 
     @field_validator("*")
@@ -145,6 +148,12 @@ class Section(BaseModel):
         for fault in chain(self._faults(), self._training_faults() if trains else ()):
             raise ValueError(fault)
         return self
+
+
+def _takes_numbers_only(annotation: Any, *, mapping: bool) -> bool:
+    """``mapping``: as its values, and not as the fields of a section."""
+    kinds = set(re.findall(r"\w+", repr(annotation)))
+    return bool(kinds & {"int", "float"}) and not kinds & {"bool", "Any"} and (not mapping or bool(kinds & {"dict", "Mapping"}))
 
 
 def _as_yaml(value: Any) -> str:

@@ -28,6 +28,8 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("optimizer.lr=-1", "optimizer.lr: got -1; allowed: a number > 0"),
         ("optimizer.lr=true", "optimizer: lr = true is no number; write one"),
         ("evaluate.problems=true", "evaluate: problems = true is no number; write one"),
+        ("reward.weights={a: true}", "reward: weights.a = true is no number; write one"),
+        ("objective.advantage={kind: gdpo, weights: [1, true]}", "weights.1 = true is no number; write one"),
         ("evaluate.problems=0", "evaluate.problems: got 0; allowed: an integer > 0 or null"),
         ("log.tensorboard=maybe", 'log.tensorboard: got "maybe"; allowed: true or false'),
         ("optimizer.betas=[0.9, x]", 'optimizer.betas[1]: got "x"; allowed: a number'),
