@@ -130,11 +130,16 @@ def test_the_models_of_a_run_are_downloaded_before_ranks_start(hub: list[str], t
 
 
 @pytest.mark.usefixtures("hub")
-def test_without_the_hub_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_hub_nothing_is_written_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    rows = tmp_path / "out/metrics.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="hub:me/tiny is not in this machine's cache, and the hub cannot be reached from here"):
-        prepare_run(load_run(None, [f"output={tmp_path}/out", "model.path=hub:me/tiny", "data.train=builtin:addition"]))
-    assert not (tmp_path / "out").exists()
+        prepare_run(
+            load_run(None, [f"output={tmp_path}/out", "model.path=hub:me/tiny", "data.train=builtin:addition"]), overwrite=True
+        )
+    assert list(rows.parent.iterdir()) == [rows]
 
 
 @pytest.mark.slow
