@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.table import Table
 
 import tepo_megatron
 from tepo_megatron.cli.console import print_json
@@ -23,6 +24,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import printable, valid_text
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
@@ -200,3 +202,12 @@ def test_valid_text_changes_only_surrogates(text: str) -> None:
         assert shown is text
     else:
         assert all(surrogate not in shown for surrogate in SURROGATES)
+
+
+@given(text=st.text(st.characters(categories=["Cc", "Cf"], exclude_characters="\n\t"), min_size=1, max_size=9))
+def test_a_table_shows_all_of_a_text_with_control_characters(text: str) -> None:
+    console = Terminal(file=io.StringIO(), width=200)
+    table = Table("name")
+    table.add_row(text)
+    console.print(table)
+    assert f"│ {printable(text, console.encoding)}" in console.file.getvalue()  # type: ignore[attr-defined]
