@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_158,
-    "tests, lines": 43_863,
+    "tests, lines": 43_870,
     "docs and docstrings, words": 109_775,
     "public classes and functions": 776,
     "modules": 273,

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -85,18 +86,24 @@ AnySplit = TypeVar("AnySplit", bound=Split)
 
 class Worlds(Generic[AnySplit]):
     """Starts each world when it is first asked for, and those first from whose checkpoints it resumes. In a world
-    ``work(split, folder)`` reports on one split after the other, on every rank.
+    ``work(split, folder)`` reports on one split after the other, on every rank. A world that failed is not started again.
     """
 
     def __init__(self, folder: Path, splits: Sequence[AnySplit], work: Callable[[AnySplit, Path], dict[str, Any]]) -> None:
         self.folder, self._splits, self._work = folder, splits, work
-        self._started = cache(self._start)
+        self._started, self._failed = cache(self._start), dict[int, BaseException]()
 
     def _start(self, world: int) -> dict[AnySplit, list[dict[str, Any]]]:
         splits = [split for split in self._splits if split.world == world]
         for other in {split.resumes.world for split in splits if split.resumes} - {world}:
             self._started(other)
-        ranks = run_dist(world, _in_turn, self._work, self.folder, splits)
+        if world in self._failed:
+            raise self._failed[world]
+        try:
+            ranks = run_dist(world, _in_turn, self._work, self.folder, splits)
+        except (Exception, pytest.fail.Exception) as error:  # the second one: pytest-timeout's
+            self._failed[world] = error
+            raise
         return {split: [reports[number] for reports in ranks] for number, split in enumerate(splits)}
 
     def ranks(self, split: AnySplit) -> list[dict[str, Any]]:
