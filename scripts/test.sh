@@ -38,4 +38,4 @@ fi
 if [[ $# -gt 0 ]]; then
   exec .venv/bin/python -m pytest "$@"
 fi
-exec .venv/bin/python -m pytest -n "$workers" -m "not faults and not long and not learns" --durations=25
+exec .venv/bin/python -m pytest -n "$workers" -m "not faults and not long and not learns" --durations=25 -rfEs # also what was skipped, and why
