@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_158,
-    "tests, lines": 43_870,
+    "package, lines": 53_166,
+    "tests, lines": 43_885,
     "docs and docstrings, words": 109_775,
     "public classes and functions": 776,
     "modules": 273,

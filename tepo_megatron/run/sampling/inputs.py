@@ -74,9 +74,8 @@ class Inputs:
             if judge is not None and (lost := check_reachable(judge.verifier, source.used)):
                 refused = f"{lost} problems whose own answer {judge.verifier} refuses"
                 left_out.append(f"{source.path}: {refused}: no response solves them")
-        if config.rollout.sampling.needs_tokenizer and replay is None:
-            texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
-            tokenizer.check_served(texts, config.rollout.sampling.bad_words)
+        if replay is None:
+            tokenizer.check_sampling(config.rollout.sampling, (problem for source in train for problem in source.used))
         limit = config.rollout.server.max_model_len or spec.max_positions
         used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
         sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.weights.architecture import end_ids, read_object
 
@@ -149,6 +151,10 @@ class Tokenizer(ABC):
                 f"the tokenizer ends a response with token {' or '.join(map(str, self.eos_ids))}, the model's config.json with "
                 f"{' or '.join(map(str, expected))} (eos_token_id): responses would never end; make the two equal"
             )
+
+    def check_sampling(self, sampling: SamplingConfig, problems: Iterable[Problem]) -> None:
+        if sampling.needs_tokenizer:
+            self.check_served((text for problem in problems for text in (problem.prompt, problem.answer)), sampling.bad_words)
 
     def check_served(self, texts: Iterable[str], bad_words: Iterable[str] = ()) -> None:
         """Raises ValueError if vLLM's ``AutoTokenizer`` differs from ``tokenizer.json`` on the first texts, or for too many

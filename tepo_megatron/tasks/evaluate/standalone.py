@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def evaluate_model(
     tokenizer.check_model()
     heldout, left_out = _heldout(config, tokenizer, sets)
     chosen = EvaluationSet.load_all(config, tokenizer, sets)
+    problems = chain(heldout, *(evaluation_set.problems for evaluation_set in chosen))
+    tokenizer.check_sampling(config.rollout.sampling, problems)
     output = config.output / "eval"
     fleet = make_sampler(
         servers,

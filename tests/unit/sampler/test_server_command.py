@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tepo_megatron.sampler.vllm.wire import (
     ROUTES_VARIABLE,
     SPECULATES_VARIABLE,
 )
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 from tests.support.reshard_models import MOE, small_spec
 
@@ -301,6 +303,19 @@ def test_an_evaluation_has_no_plan_and_takes_padded_experts(tmp_path: Path, monk
     blocks = ["rollout.server.quantization=fp8_per_block", "rollout.uncorrected=true", "model.dtype=bfloat16"]
     with pytest.raises(OSError, match="checked"):
         evaluate_model(load_run(None, [*blocks, f"output={tmp_path}/out"]), "builtin:tiny")
+
+
+@pytest.mark.parametrize(("run", "given"), [(RUN, []), (None, ["evaluate.sets.more.path=builtin:addition"])])
+def test_an_evaluation_compares_the_tokenizer_with_vllms_before_a_server_starts(
+    run: Path | None, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(_self: Tokenizer, texts: Iterable[str], bad_words: Iterable[str]) -> None:
+        raise ValueError(f"{next(iter(texts))[-1]} {bad_words}")
+
+    monkeypatch.setattr(Tokenizer, "check_served", check)
+    config = load_run(run, ['rollout.sampling.bad_words=["never"]', f"output={tmp_path}/out", *given], trains=False)
+    with pytest.raises(ValueError, match=r"= \('never',\)"):
+        evaluate_model(config, "builtin:tiny")
 
 
 def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
