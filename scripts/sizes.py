@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_166,
-    "tests, lines": 43_885,
-    "docs and docstrings, words": 109_775,
-    "public classes and functions": 776,
+    "package, lines": 53_250,
+    "tests, lines": 44_011,
+    "docs and docstrings, words": 109_987,
+    "public classes and functions": 780,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

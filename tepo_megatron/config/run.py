@@ -317,7 +317,7 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
 _METRICS = """
     canary/cache_gap|drift|max_logprob_gap|mean_logprob_gap|p90_logprob_gap|read_back
     canary/rollouts_max_gap|rollouts_mean_gap|rollouts_worst_group
-    clip/bound_high|bound_low|high|low|share|share_q1|share_q2|share_q3|share_q4
+    clip/bound_high|bound_low|high|length|low|share|share_q1|share_q2|share_q3|share_q4|slope_high|slope_low
     distill/agreement|divergence|divergence_q1|divergence_q2|divergence_q3|divergence_q4|mass
     entropy/delta|delta_masked|delta_unmasked|mean|noise/p50|noise/p90|noise/p99
     environment/new_histories|restarts|seconds|tokens|tool_errors|turns ess grad_norm

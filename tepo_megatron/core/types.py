@@ -243,7 +243,7 @@ class ObjectiveOutput:
 
     ``numerator``: a differentiable *sum*. ``denominator``, equal on all ranks, divides the sum over micro-batches and ranks
     once. Detached: ``metrics``, ``(sum, count)`` scalars that add up likewise; ``extrema``, named ``…/min`` or ``…/max``;
-    ``token_values`` [T]; ``moves`` int64 [2, bins], counts of ratios by their distance from 1 that add up too.
+    ``token_values`` [T]; ``moves`` int64 [2, 3, bins] (`count_moves`), which add up too, of tokens with A < 0 and A > 0.
     """
 
     numerator: Tensor
@@ -259,19 +259,27 @@ BINS = 1 + _OCTAVES * _PER_OCTAVE
 """The first counts moves that are 0, or away from the bound; a bin's edges have the ratio 2^(1/32) = 1.02."""
 
 
-def count_moves(move_T: Tensor, where_T: Tensor) -> Tensor:
-    """Returns int64 [BINS]: tokens by their positive moves, equal over ranks once they are added up."""
+LENGTH_UNIT = 1 / 1024  # of log₂ n
+
+
+def count_moves(move_T: Tensor, where_T: Tensor, log2_length_T: Tensor | None = None) -> Tensor:
+    """Returns int64 [3, BINS]: tokens by their positive moves, Σx and Σx² of them; x: ``log2_length_T`` in LENGTH_UNIT.
+
+    Integers, so that they are equal over ranks once they are added up.
+    """
     import torch
 
     move_T = move_T.detach().double()
     bins_T = ((move_T.clamp(min=_LEAST) / _LEAST).log2() * _PER_OCTAVE).floor().clamp(max=BINS - 2).long() + 1
-    counts_B = torch.zeros(BINS, dtype=torch.int64, device=move_T.device)
-    return counts_B.index_add_(0, torch.where(move_T > 0, bins_T, 0), where_T.long())  # a bincount waits for the device
+    x_T = torch.zeros_like(bins_T) if log2_length_T is None else (log2_length_T / LENGTH_UNIT).round().long()
+    counts = torch.zeros(3, BINS, dtype=torch.int64, device=move_T.device)
+    # a bincount waits for the device
+    return counts.index_add_(1, torch.where(move_T > 0, bins_T, 0), torch.stack([where_T, where_T * x_T, where_T * x_T**2]))
 
 
-def bound_for_share(counts_B: Tensor, share: float) -> float | None:
+def bound_for_share(counts: Tensor, share: float) -> float | None:
     """Returns the bound, exact to 2 %, that leaves ``share`` of the counted tokens above it; None if fewer moved."""
-    counts_B = counts_B.double()
+    counts_B = counts[0].double()
     outside = share * float(counts_B.sum())
     above_B = counts_B.flip(0).cumsum(0).flip(0)  # in this bin and those above
     candidates = (above_B >= outside).nonzero()
@@ -284,9 +292,8 @@ def bound_for_share(counts_B: Tensor, share: float) -> float | None:
     return _LEAST * math.exp2((index - 1 + within) / _PER_OCTAVE)
 
 
-def share_outside(counts_B: Tensor, bound: float) -> float:
-    """The share of the counted tokens above ``bound``: the inverse of `bound_for_share`."""
-    position = 1 + min(max(math.log2(bound / _LEAST) * _PER_OCTAVE, 0.0), BINS - 2)
+def sums_outside(counts: Tensor, bound: float) -> Tensor:
+    """Sums rows of `count_moves` over the tokens above ``bound``; none are above the last bin."""
+    position = 1 + max(math.log2(bound / _LEAST) * _PER_OCTAVE, 0.0)
     index = int(position)
-    above = float(counts_B[index:].sum()) - (position - index) * float(counts_B[index])
-    return above / float(counts_B.sum())
+    return counts[:, index:].double().sum(1) - (position - index) * counts[:, index : index + 1].double().sum(1)

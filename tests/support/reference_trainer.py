@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
@@ -333,6 +334,8 @@ class ReferenceCheckpoints:
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
         trainer, state = self._trainer, checked or self.check(folder)
         trainer.counters = {name: state[name] for name in trainer.counters}
+        if trainer.counters["clip_range"]:
+            trainer.counters["clip_range"] = ClipRange(*trainer.counters["clip_range"])
         trainer.moves = []
         stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
         for kind, name, _ in list(self.states()):

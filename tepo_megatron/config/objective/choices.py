@@ -6,7 +6,7 @@ the update, δ = log π_θ − log π_old at a response token.
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -22,7 +22,19 @@ from tepo_megatron.config.objective.custom import (
     OwnTrustRegion,
 )
 
-ClipRange = tuple[float | None, float | None]  # (low, high) of `next_clip_range`
+
+class ClipRange(NamedTuple):
+    """Of `next_clip_range`. For n tokens a bound is c · `length_factor` · (n / 2^log2_length)^slope; ``low``, ``high``: c.
+
+    ``log2_length``: mean of log₂ n over the last step's tokens with an advantage.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    low_slope: float = 0.0
+    high_slope: float = 0.0
+    log2_length: float = 0.0
+
 
 _ADVICE = "some are clipped by chance; set it higher, or train in a finer dtype"
 
@@ -44,7 +56,7 @@ class Clip(_LowHigh):
     kind: Literal["clip"] = "clip"
     low: NonNegativeFloat | Literal["auto"]
     """``fixed``: clips below 1 − low, about 0.2 for token ratios. ``length``: c of the lower bound, about 0.03. ``auto``: c
-    follows the last steps' ratios (``share``).
+    and a further power of n follow the last steps' ratios (``share``).
     """
 
     high: NonNegativeFloat | Literal["auto"]
@@ -56,7 +68,7 @@ class Clip(_LowHigh):
     """
 
     share: Annotated[float, Field(gt=0, lt=0.5)] | None = None
-    """With ``auto``: c leaves this share of the tokens of A < 0 or A > 0 outside on average. null: 0.1."""
+    """With ``auto``: share of the tokens of A < 0 or A > 0 outside on average. null: 0.1."""
 
     initial: PositiveFloat | None = None
     """With ``auto``: c before the first quantile. null: 0.03."""
@@ -70,8 +82,16 @@ class Clip(_LowHigh):
 
     def bounds(self, measured: ClipRange | None) -> tuple[float, float]:
         """``measured``: of `next_clip_range`, or None before there are any."""
-        (low, high), initial = measured or (None, None), self.initial or INITIAL_BOUND
+        (low, high, *_), initial = measured or ClipRange(), self.initial or INITIAL_BOUND
         return ((low or initial) if self.low == "auto" else self.low), ((high or initial) if self.high == "auto" else self.high)
+
+    def of_auto_sides(self, measured: ClipRange) -> ClipRange:
+        """Returns it without fixed sides, which may have been ``auto`` when a checkpoint was written."""
+        if self.low != "auto":
+            measured = measured._replace(low=None, low_slope=0.0)
+        if self.high != "auto":
+            measured = measured._replace(high=None, high_slope=0.0)
+        return measured
 
     @property
     def noise_bounds(self) -> tuple[NoiseBound, ...]:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.config.objective.custom import CustomKind
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import Objective, StepContext, build_objective
@@ -183,7 +184,7 @@ class ObjectiveChecks:
             named = {**metrics, **extrema}
             clip_range = None if output.moves is None else next_clip_range(config.trust_region, output.moves, None)
             values = [objective.advantages(step.batch), loss, *gradients, *(named[name] for name in sorted(named))]
-            yield [*values, torch.tensor([bound or 0.0 for bound in clip_range or (None, None)])]
+            yield [*values, torch.tensor([bound or 0.0 for bound in clip_range or ClipRange()])]
 
     def _check_acts(self, kind: CustomKind) -> None:
         if not self.acts(self._config.model_copy(update={kind.slot: None})):

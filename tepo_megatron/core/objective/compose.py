@@ -14,8 +14,8 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import EntropyBonus
 from tepo_megatron.core.objective.advantage import advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
-from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
-from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
+from tepo_megatron.core.objective.ratio import sampler_weights, sequence_sum
+from tepo_megatron.core.objective.trust_region import Bounded, Surrogate, bound_factors, bounded_ratio, log2_lengths, surrogate
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 from tepo_megatron.core.types import Batch, Checks, ObjectiveOutput, TokenScores, count_moves
 from tepo_megatron.errors import NotFiniteError
@@ -38,7 +38,7 @@ class StepContext:
     pushed_lengths: Tensor
     """Of the sequences with an advantage, shortest first."""
     clip_range: ClipRange | None = None
-    """(low, high) that the last steps gave for ``auto`` bounds."""
+    """What the last steps gave for ``auto`` bounds."""
 
 
 def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Objective:
         """
         _check_step(batch, self.config.needs)
         assert batch.old_logprobs_T is not None
-        mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
+        region, mask_T, index_T = self.config.trust_region, batch.loss_mask_T, batch.sequence_index_T
         lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
         denominator = _step_denominator(self.config.aggregation, lengths_S)
         logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
@@ -218,7 +218,7 @@ class Objective:
             entropy_coefficient=_entropy_coefficient(self.config.entropy, old_entropy),
             mechanisms=Mechanisms.prepare(self.config, step),
             pushed_lengths=lengths_S[pushed_S > 0].sort().values,
-            clip_range=clip_range,
+            clip_range=region.of_auto_sides(clip_range) if clip_range and isinstance(region, Clip) else None,
         )
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
@@ -251,7 +251,7 @@ class Objective:
             recorded["divergence"] = divergence_T
         if values.entropy_change_T is not None:
             recorded["entropy_change"] = values.entropy_change_T
-        moves = _count_moves(self.config, values, held.log_T)
+        moves = _count_moves(self.config, context.clip_range, values, held)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema, recorded, moves)
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
@@ -397,18 +397,28 @@ def _measure_clip(
             "clip/share_q4": quarters[3],
         }
     if isinstance(config.trust_region, Clip) and config.trust_region.is_auto:
-        tokens = mask_T.sum().double()
-        bounds = zip(("clip/bound_low", "clip/bound_high"), config.trust_region.bounds(context.clip_range), strict=True)
-        metrics |= {name: (bound * tokens, tokens) for name, bound in bounds}
+        tokens, clip_range = mask_T.sum().double(), context.clip_range or ClipRange()
+        low, high = config.trust_region.bounds(clip_range)
+        metrics |= {
+            "clip/bound_low": (low * tokens, tokens),
+            "clip/bound_high": (high * tokens, tokens),
+            "clip/slope_low": (clip_range.low_slope * tokens, tokens),
+            "clip/slope_high": (clip_range.high_slope * tokens, tokens),
+            "clip/length": (2**clip_range.log2_length * tokens, tokens),
+        }
     return metrics
 
 
 @torch.no_grad()
-def _count_moves(config: ObjectiveConfig, values: TokenValues, log_ratio_T: Tensor) -> Tensor | None:
-    """Returns [2, BINS]: moves towards the lower bound where A < 0, the upper where A > 0, in the bounds' unit."""
-    region = config.trust_region
-    if not isinstance(region, Clip):
+def _count_moves(config: ObjectiveConfig, clip_range: ClipRange | None, values: TokenValues, bounded: Bounded) -> Tensor | None:
+    """Returns [2, 3, BINS]: moves towards the lower bound where A < 0, the upper where A > 0, in the bounds' unit."""
+    if not isinstance(config.trust_region, Clip):
         return None
-    move_T = torch.expm1(log_ratio_T) if region.scale == "fixed" else log_ratio_T / length_factor(config.ratio, values)
+    if bounded.factor_T is None:
+        low_T = high_T = torch.expm1(bounded.log_T)
+        log2_T = None
+    else:
+        low_T, high_T = (bounded.log_T / factor_T for factor_T in bound_factors(bounded.factor_T, clip_range))
+        log2_T = log2_lengths(bounded.factor_T)
     falling_T, rising_T = (values.mask_T & (values.advantage_T * sign > 0) for sign in (-1, 1))
-    return torch.stack([count_moves(-move_T, falling_T), count_moves(move_T, rising_T)])
+    return torch.stack([count_moves(-low_T, falling_T, log2_T), count_moves(high_T, rising_T, log2_T)])

@@ -14,7 +14,7 @@ from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
 from tepo_megatron.core.objective.values import LARGEST, TokenValues, check_custom
-from tepo_megatron.core.types import bound_for_share, share_outside
+from tepo_megatron.core.types import LENGTH_UNIT, bound_for_share, sums_outside
 
 
 class Surrogate(NamedTuple):
@@ -48,13 +48,16 @@ def _binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
     return within_T + rest_from_T * (rest_from_T.log() - rest_to_T.log())
 
 
-class _Bounded(NamedTuple):
+class Bounded(NamedTuple):
+    """The log-ratio, where its own bound removed the gradient, and the `length_factor` of a clip by length."""
+
     log_T: Tensor
     low_T: Tensor
     high_T: Tensor
+    factor_T: Tensor | None
 
 
-def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
+def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, Bounded]:
     region, advantage_T = config.trust_region, values.advantage_T
     delta_T = values.delta_T
     low_T = high_T = torch.zeros_like(values.mask_T)
@@ -72,7 +75,23 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
         most_T = region.width * values.lengths_S[values.index_T].sqrt()
         low_T, high_T = log_T < -most_T, log_T > most_T
         log_T = log_T.clamp(-most_T, most_T)
-    return log_T.clamp(max=LARGEST).exp(), _Bounded(log_T, low_T, high_T)
+    by_length = isinstance(region, Clip) and region.scale == "length"
+    factor_T = length_factor(config.ratio, values) if by_length else None
+    return log_T.clamp(max=LARGEST).exp(), Bounded(log_T, low_T, high_T, factor_T)
+
+
+def log2_lengths(factor_T: Tensor) -> Tensor:
+    """``factor_T``: of `length_factor`. Returns log₂ of the number of tokens that it goes by."""
+    return 2 * factor_T.double().log2().abs()
+
+
+def bound_factors(factor_T: Tensor, clip_range: ClipRange | None) -> tuple[Tensor, Tensor]:
+    """Returns a bound by length in units of c, for each side. ``factor_T``: of `length_factor`."""
+    if clip_range is None or not (clip_range.low_slope or clip_range.high_slope):
+        return factor_T, factor_T
+    excess_T = log2_lengths(factor_T) - clip_range.log2_length
+    low_T, high_T = ((slope * excess_T).exp2().to(factor_T.dtype) for slope in (clip_range.low_slope, clip_range.high_slope))
+    return factor_T * low_T, factor_T * high_T
 
 
 def surrogate(
@@ -80,7 +99,7 @@ def surrogate(
     ratio_T: Tensor,
     values: TokenValues,
     detached_T: Tensor | None,
-    bounded: _Bounded,
+    bounded: Bounded,
     clip_range: ClipRange | None = None,
 ) -> Surrogate:
     """``detached_T``: tokens that lose only their gradient. ``clip_range``: of `next_clip_range`."""
@@ -113,8 +132,9 @@ def surrogate(
         low, high = region.bounds(clip_range)
         if region.scale == "fixed":
             return _clipped(ratio_T, advantage_T, 1 - low, 1 + high, region.dual)
-        factor_T = length_factor(config.ratio, values)
-        return _clipped(ratio_T, advantage_T, (-low * factor_T).exp(), (high * factor_T).exp(), region.dual)
+        assert bounded.factor_T is not None
+        low_T, high_T = bound_factors(bounded.factor_T, clip_range)
+        return _clipped(ratio_T, advantage_T, (-low * low_T).exp(), (high * high_T).exp(), region.dual)
     return Surrogate(ratio_T * advantage_T, bounded.low_T, bounded.high_T)
 
 
@@ -129,23 +149,44 @@ def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValu
 
 
 _GAIN, _MOST = 0.25, 2.5  # of a bound's logarithm
+_SLOPE_GAIN, _STEEPEST, _LEAST_SPREAD = 0.1, 2.0, 0.25  # the spread is of log₂ n
 
 
 def next_clip_range(region: TrustRegion, moves: Tensor, current: ClipRange | None) -> ClipRange | None:
-    """Returns (low, high) for ``auto`` bounds; None if there are none, or for a side that has not moved yet.
+    """Returns the range for ``auto`` bounds; None if there are none. A side that has not moved yet has None.
 
     ``moves``: `ObjectiveOutput.moves`, summed over a step. The first step gives its quantiles. A later one multiplies a bound
-    by exp(_GAIN (share outside / wanted - 1)), so that the mean share of a run is the wanted one. A side without a spread keeps
-    ``current``.
+    by exp(_GAIN (share outside / wanted - 1)), so that the mean share of a run is the wanted one, and turns it about the mean
+    length, to even out the lengths. A side without a spread keeps ``current``.
     """
     if not isinstance(region, Clip) or not region.is_auto:
         return None
-    share, (low, high) = region.share or CLIPPED_SHARE, current or (None, None)
-    return _next_bound(moves[0], low, share), _next_bound(moves[1], high, share)
+    share, current = region.share or CLIPPED_SHARE, region.of_auto_sides(current or ClipRange())
+    tokens, lengths, _ = moves.double().sum((0, 2)).tolist()
+    length = lengths * LENGTH_UNIT / tokens if tokens else current.log2_length
+    low, low_slope = _next_bound(moves[0], current.low, current.low_slope, share, current.log2_length, length)
+    high, high_slope = _next_bound(moves[1], current.high, current.high_slope, share, current.log2_length, length)
+    return region.of_auto_sides(ClipRange(low, high, low_slope, high_slope, length))
 
 
-def _next_bound(counts_B: Tensor, before: float | None, share: float) -> float | None:
-    quantile = bound_for_share(counts_B, share)
-    if not before or quantile is None:
-        return before or quantile
-    return before * math.exp(min(_GAIN * (share_outside(counts_B, before) / share - 1), _MOST))
+def _next_bound(
+    counts: Tensor, c: float | None, slope: float, share: float, log2_before: float, log2_length: float
+) -> tuple[float | None, float]:
+    """Returns c at the length 2^log2_length, and the slope. ``c``: at 2^log2_before."""
+    quantile = bound_for_share(counts, share)
+    if not c:
+        return quantile, 0.0
+    change, line, mean = 0.0, 0.0, log2_length
+    if quantile is not None:
+        tokens, total, squares = counts.double().sum(1).tolist()
+        outside, total_outside = (sums_outside(counts[:2], c) / (tokens * share)).tolist()
+        mean = total * LENGTH_UNIT / tokens
+        spread = squares * LENGTH_UNIT**2 / tokens - mean**2 + _LEAST_SPREAD**2
+        change = min(_GAIN * (outside - 1), _MOST)
+        # the least-squares line of (share outside / wanted) by ln n
+        line = (total_outside * LENGTH_UNIT - outside * mean) / spread / math.log(2)
+    turn = min(max(_SLOPE_GAIN * line, -_SLOPE_GAIN), _SLOPE_GAIN)
+    turned = min(max(slope + turn, -_STEEPEST), _STEEPEST)
+    # log₂ of what the old line has there, and of what its turn about the mean adds
+    moved = slope * (log2_length - log2_before) + (turned - slope) * (log2_length - mean)
+    return c * math.exp(change + moved * math.log(2)), turned

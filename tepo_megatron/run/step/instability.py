@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig, TrainConfig
-from tepo_megatron.config.objective.choices import Clip
+from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip
 from tepo_megatron.core.types import Batch, bound_for_share
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -171,13 +171,18 @@ class ObjectiveWatch:
                 f"objective.trust_region: every ratio of the last {self.STEPS} steps was 1, so that auto bounds stay at their "
                 "initial value; set a higher optimizer.lr, or numbers"
             )
-        if min(shares) > self.MOST:
-            effect = f"more than {self.MOST:.0%} of the tokens with an advantage have lost their gradient to the clip"
+        most = max(self.MOST, 2.5 * (region.share or CLIPPED_SHARE)) if region.is_auto else self.MOST
+        if min(shares) > most:
+            effect = f"more than {most:.0%} of the tokens with an advantage have lost their gradient to the clip"
         elif region.scale == "length" and not any(shares):
             effect = "no response has reached the clip range"
         else:
             return ""
-        bounds = {name: bound_for_share(counts_B, self.SHARE) for name, counts_B in zip(("low", "high"), moves, strict=True)}
+        sides = zip(("low", "high"), (region.low, region.high), moves, strict=True)
+        bounds = {name: bound_for_share(counts, self.SHARE) for name, bound, counts in sides if bound != "auto"}
         fitting = " ".join(f"objective.trust_region.{name}={bound:.2g}" for name, bound in bounds.items() if bound)
-        remedy = f"{fitting} would clip a tenth" if fitting else "look at objective.trust_region"
+        tenth = "a tenth of its side" if region.is_auto else "a tenth"
+        remedy = f"{fitting} would clip {tenth}" if fitting else "look at objective.trust_region"
+        if not bounds and any(shares):
+            remedy = "auto bounds do not follow; set a lower optimizer.lr"
         return f"{effect} in each of the last {self.STEPS} steps, with low = {region.low}, high = {region.high}; {remedy}"

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective.choices import Clip
+from tepo_megatron.config.objective.choices import Clip, ClipRange
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
-from tepo_megatron.core.types import bound_for_share, count_moves, share_outside
+from tepo_megatron.core.types import bound_for_share, count_moves, sums_outside
 from tests.support.objective_batches import make_batch, masks, outputs_of, plain_step, surrogates, whole
 
 RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0] * 2
@@ -197,8 +197,20 @@ SEQUENCE_RATIOS = st.sampled_from(
 )
 
 
-def dense(config, batch, scores, advantages):
-    """The surrogate's loss, sequence by sequence in loops, and (move, sign of A) of every response token."""
+CLIPS = st.sampled_from(
+    [
+        (FIXED, None),
+        (FIXED, ClipRange(0.1, 0.2, 0.3, -0.2, 2.5)),  # from a checkpoint of a run with auto bounds
+        (AUTO, ClipRange()),
+        (AUTO, ClipRange(0.4, 0.5, 0.3, -0.2, 2.5)),
+        (AUTO, ClipRange(0.4, None, -1.0, 0.0, 1.5)),
+        ({**AUTO, "low": 0.4}, ClipRange(0.1, 0.5, 0.3, 0.7, 3.0)),
+    ]
+)
+
+
+def dense(config, batch, scores, advantages, clip_range=None):
+    """The surrogate's loss, sequence by sequence in loops, and (move, A, 1024 log₂ n) of every response token."""
     total, tokens, moves = torch.zeros((), dtype=torch.float64), 0, []
     ratio = config.ratio
     for number in range(batch.num_sequences):
@@ -212,49 +224,57 @@ def dense(config, batch, scores, advantages):
             factor = 1 / root if ratio.length_normalized else root
             if ratio.kind != "sequence":
                 log = log.detach() + delta[index] - delta[index].detach()
-            low, high = config.trust_region.bounds(None)
-            bounded = log.clamp(-low * factor, high * factor)
+            low, high = config.trust_region.bounds(clip_range)
+            _, _, *measured, log2_length = clip_range or ClipRange()
+            region = config.trust_region
+            slopes = [slope if bound == "auto" else 0 for bound, slope in zip((region.low, region.high), measured, strict=True)]
+            low_factor, high_factor = (factor * (len(part) / 2**log2_length) ** slope for slope in slopes)
+            bounded = log.clamp(-low * low_factor, high * high_factor)
             total = total + torch.minimum(log.exp() * advantage, bounded.exp() * advantage)
-            moves.append((float(log.detach()) / factor, float(advantage)))
+            move = float(log.detach()) / (low_factor if advantage < 0 else high_factor)
+            moves.append((move, float(advantage), round(1024 * math.log2(len(part)))))
             tokens += 1
     return -total / tokens, moves
 
 
-@given(rows=masks(), ratio=SEQUENCE_RATIOS, seed=st.integers(0, 99), spread=st.sampled_from([0.01, 0.5]))
-def test_the_bounds_follow_the_length(rows, ratio, seed, spread):
+@given(rows=masks(), ratio=SEQUENCE_RATIOS, seed=st.integers(0, 99), spread=st.sampled_from([0.01, 0.5]), clip=CLIPS)
+def test_the_bounds_follow_the_length(rows, ratio, seed, spread, clip):
     batch, scores = make_batch(rows, seed=seed, spread=spread)
-    config = ObjectiveConfig.model_validate({"ratio": ratio, "trust_region": FIXED, "kl_mask": None})
+    region, clip_range = clip
+    config = ObjectiveConfig.model_validate({"ratio": ratio, "trust_region": region, "kl_mask": None})
     objective = build_objective(config)
     batch, _ = ready = Step(batch, scores).with_advantages(objective)
-    output = ready.output(objective)
-    expected, _ = dense(config, batch, scores, batch.advantages_S)
+    output = ready.output(objective, objective.prepare(batch, clip_range=clip_range))
+    expected, _ = dense(config, batch, scores, batch.advantages_S, clip_range)
     loss = output.numerator / output.denominator
     torch.testing.assert_close(loss, expected.to(loss.dtype), rtol=1e-9, atol=1e-12)
     ours = torch.autograd.grad(loss, scores.logprob)[0]
     torch.testing.assert_close(ours, torch.autograd.grad(expected, scores.logprob)[0], rtol=1e-9, atol=1e-12)
 
 
-@given(rows=masks(min_sequences=3), ratio=SEQUENCE_RATIOS, seed=st.integers(0, 99), cut=st.integers(1, 2))
-def test_moves_are_counted_alike_over_every_cut_and_give_the_quantile(rows, ratio, seed, cut):
+@given(rows=masks(min_sequences=3), ratio=SEQUENCE_RATIOS, seed=st.integers(0, 99), cut=st.integers(1, 2), clip=CLIPS)
+def test_moves_are_counted_alike_over_every_cut_and_give_the_quantile(rows, ratio, seed, cut, clip):
     batch, scores = make_batch(rows, seed=seed, spread=0.3)
-    config = ObjectiveConfig.model_validate({"ratio": ratio, "trust_region": AUTO, "kl_mask": None})
+    region, clip_range = clip
+    config = ObjectiveConfig.model_validate({"ratio": ratio, "trust_region": region, "kl_mask": None})
     objective = build_objective(config)
     batch, _ = ready = Step(batch, scores).with_advantages(objective)
-    context = objective.prepare(batch)
+    context = objective.prepare(batch, clip_range=clip_range)
     whole = ready.output(objective, context).moves
     parts = [range(cut), range(cut, batch.num_sequences)]
     cuts = [ready.pick(part).output(objective, context).moves for part in parts]
     assert torch.equal(torch.stack(cuts).sum(0), whole)
-    _, moves = dense(config, batch, scores, batch.advantages_S)
+    _, moves = dense(config, batch, scores, batch.advantages_S, clip_range)
     for row, sign in enumerate((-1, 1)):
-        mine = torch.tensor([move * sign for move, advantage in moves if advantage * sign > 0], dtype=torch.float64)
-        assert whole[row].sum() == len(mine)
+        mine = torch.tensor([move * sign for move, advantage, _ in moves if advantage * sign > 0], dtype=torch.float64)
+        lengths = [length for _, advantage, length in moves if advantage * sign > 0]
+        assert whole[row].sum(1).tolist() == [len(mine), sum(lengths), sum(length**2 for length in lengths)]
         bound = bound_for_share(whole[row], 0.25)
         if bound is None:
             assert (mine > 0).double().mean() < 0.25 or not len(mine)
         else:
             assert (mine > bound * 1.03).double().mean() <= 0.25 <= (mine >= bound / 1.03).double().mean()
-            assert share_outside(whole[row], bound) == pytest.approx(0.25)
+            assert sums_outside(whole[row], bound)[0] == pytest.approx(0.25 * len(mine))
 
 
 def test_ratios_without_a_spread_give_no_bound():
@@ -263,20 +283,28 @@ def test_ratios_without_a_spread_give_no_bound():
     assert bound_for_share(nothing, 0.1) is None
     assert bound_for_share(torch.zeros_like(nothing), 0.1) is None
     region = Clip(**AUTO)
-    assert next_clip_range(region, torch.stack([nothing, nothing]), (0.1, 0.2)) == (0.1, 0.2)
-    low, high = next_clip_range(region, torch.stack([nothing, moved]), None)
-    assert low is None
+    current = ClipRange(0.1, 0.2, 0.3, 0.4)
+    assert next_clip_range(region, torch.stack([nothing, nothing]), current) == current
+    one_sided = next_clip_range(region, torch.stack([nothing, moved]), None)
+    high = one_sided.high
     assert high == pytest.approx(0.5, rel=0.03)
-    assert region.bounds((low, high)) == (0.03, high)
-    assert next_clip_range(region, torch.stack([moved, nothing]), (low, high)) == (high, high)
+    assert one_sided == ClipRange(None, high)
+    assert region.bounds(one_sided) == (0.03, high)
+    assert next_clip_range(region, torch.stack([moved, nothing]), one_sided) == ClipRange(high, high)
 
 
-def test_a_fixed_bound_may_stand_beside_an_automatic_one_and_a_rare_share_moves_it_by_a_limit():
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_fixed_bound_may_stand_beside_an_automatic_one_and_a_rare_share_moves_it_by_a_limit(side):
     moved = count_moves(torch.full((10,), 0.5), torch.ones(10, dtype=torch.bool))
-    region = Clip(**{**AUTO, "low": 0.0, "share": 1e-4})
-    for current in ((None, 0.1), (0.0, 0.1)):  # the second one from a checkpoint
+    fixed, other = ("low", "high") if side == 0 else ("high", "low")
+    region = Clip(**{**AUTO, fixed: 0.0, "share": 1e-4})
+    # the second one from a checkpoint of two automatic bounds
+    for current in (ClipRange(**{other: 0.1}), ClipRange(0.1, 0.1, 0.2, 0.2)):
         after = next_clip_range(region, torch.stack([moved, moved]), current)
-        assert region.bounds(after) == pytest.approx((0.0, 0.1 * math.exp(2.5)))
+        assert after[side] is None
+        assert after[2 + side] == 0
+        assert region.bounds(after)[side] == 0
+        assert region.bounds(after)[1 - side] == pytest.approx(0.1 * math.exp(2.5))
 
 
 @given(start=st.floats(1e-3, 1.0), scale=st.floats(1e-3, 1.0), seed=st.integers(0, 99))
@@ -284,7 +312,7 @@ def test_a_step_moves_a_bound_by_what_is_outside(start, scale, seed):
     moves = scale * torch.randn(50, generator=torch.Generator().manual_seed(seed)).abs()
     counts = count_moves(moves, torch.ones(50, dtype=torch.bool))
     region = Clip(**AUTO)
-    low, high = next_clip_range(region, torch.stack([counts, counts]), (start, start))
+    low, high, *_ = next_clip_range(region, torch.stack([counts, counts]), ClipRange(start, start))
     least, most = (float((moves > start * edge).double().mean()) for edge in (1.03, 1 / 1.03))
     assert low == high
     assert 0.25 * (least / 0.1 - 1) - 1e-9 <= math.log(low / start) <= 0.25 * (most / 0.1 - 1) + 1e-9
@@ -295,16 +323,96 @@ def test_over_steps_of_few_responses_the_wanted_share_is_outside():
     generator = torch.Generator().manual_seed(0)
     region = Clip(**AUTO)
     shares, of_quantiles, quantile = [], [], math.inf
-    current: tuple[float, float] = None
+    current: ClipRange | None = None
     for step in range(200):
         scale = 0.02 * math.exp(0.01 * step + 0.5 * float(torch.randn((), generator=generator)))
         moves = scale * torch.randn(16, generator=generator).abs()
         counts = 50 * count_moves(moves, torch.ones(16, dtype=torch.bool))
         if step > 1:
-            shares.append(float((moves > current[1]).double().mean()))
+            shares.append(float((moves > current.high).double().mean()))
             of_quantiles.append(float((moves > quantile).double().mean()))
         current = next_clip_range(region, torch.stack([counts, counts]), current)
         quantile = bound_for_share(counts, 0.1)
     mean, mean_of_quantiles = (sum(values) / len(values) for values in (shares, of_quantiles))
     assert mean == pytest.approx(0.1, abs=0.015)
     assert mean_of_quantiles > 0.15
+
+
+LENGTHS = [1, 2, 8, 64, 1024]
+
+
+@given(
+    responses=st.lists(st.tuples(st.sampled_from(LENGTHS), st.sampled_from([0.0, 0.5, 2.0])), min_size=5, max_size=20),
+    slope=st.floats(-0.8, 0.8),
+    log2_length=st.floats(0, 12),
+)
+def test_a_step_turns_a_bound_about_the_mean_length(responses, slope, log2_length):
+    """Tokens of 0, half of the bound or twice the bound; the others have A > 0, and one length."""
+    log2, moves = (torch.tensor(values) for values in zip(*[(math.log2(n), 0.3 * move) for n, move in responses], strict=True))
+    where_T = torch.ones(len(moves), dtype=torch.bool)
+    counts = torch.stack([count_moves(moves, where_T, log2), count_moves(torch.zeros(3), where_T[:3], torch.full((3,), 5.0))])
+    before = ClipRange(0.3, 0.1, slope, 0.2, log2_length)
+    after = next_clip_range(Clip(**AUTO), counts, before)
+
+    ratio = (moves > 0.3).double() / 0.1
+    if (moves > 0).double().mean() < 0.1:
+        ratio[:] = 1  # nothing is learned
+    mean = float(log2.double().mean())
+    spread = float((log2.double() ** 2).mean()) - mean**2 + 0.25**2
+    line = (float((log2 * ratio).mean()) - mean * float(ratio.mean())) / spread / math.log(2)
+    turned = max(-2.0, min(2.0, slope + max(-0.1, min(0.1, 0.1 * line))))
+    assert after.low_slope == pytest.approx(turned)
+    for n in LENGTHS:
+        x = math.log2(n)
+        log = math.log(0.3) + slope * (x - log2_length) * math.log(2)
+        log += min(0.25 * (float(ratio.mean()) - 1), 2.5) + (turned - slope) * (x - mean) * math.log(2)
+        assert math.log(after.low) + after.low_slope * (x - after.log2_length) * math.log(2) == pytest.approx(log, abs=1e-9)
+        kept = math.log(0.1) + 0.2 * (x - log2_length) * math.log(2)
+        assert math.log(after.high) + 0.2 * (x - after.log2_length) * math.log(2) == pytest.approx(kept, abs=1e-9)
+    assert after.log2_length == pytest.approx((float(log2.sum()) + 15) / (len(moves) + 3))
+
+
+@pytest.mark.parametrize("power", [-0.25, 0.0, 0.4])
+def test_over_steps_no_length_has_more_outside_than_another(power):
+    """Moves grow by the length: a step has 64 responses of 8 to 512 tokens, whose tokens move alike if ``power`` is 0."""
+    generator = torch.Generator().manual_seed(0)
+    region, current = Clip(**AUTO), ClipRange(0.03, 0.03)
+    outside, ranges = [], []
+    for _ in range(250):
+        log2 = 3 + 6 * torch.rand(64, generator=generator).double()
+        moves = 0.02 * (power * log2).exp2() * torch.randn(64, generator=generator).abs()
+        moves = moves / (current.high_slope * (log2 - current.log2_length)).exp2()
+        counts = count_moves(moves, torch.ones(64, dtype=torch.bool), log2)
+        outside.append((moves > current.high).double() * torch.stack([log2 < 6, log2 >= 6]))
+        current = next_clip_range(region, torch.stack([counts, counts]), current)
+        ranges.append(current)
+    shares = torch.stack(outside[50:]).sum((0, 2)) / 32 / 200
+    assert shares.tolist() == pytest.approx([0.1, 0.1], abs=0.02)
+    slopes = torch.tensor([clip_range.high_slope for clip_range in ranges[50:]])
+    assert float(slopes.mean()) == pytest.approx(power, abs=0.04)
+    assert float(slopes.std()) < 0.1
+    assert all(clip_range[0] == clip_range[1] and clip_range[2] == clip_range[3] for clip_range in ranges)
+
+
+def test_equal_lengths_do_not_turn_a_bound_and_a_turn_has_limits():
+    region, where_T = Clip(**AUTO), torch.ones(10, dtype=torch.bool)
+    moves = torch.tensor([0.5] * 5 + [0.1] * 5)
+    counts = count_moves(moves, where_T, torch.full((10,), 6.0))
+    assert next_clip_range(region, torch.stack([counts, counts]), ClipRange(0.2, 0.2)).high_slope == 0
+    counts = count_moves(moves, where_T, torch.tensor([8.0] * 5 + [3.0] * 5))
+    current = ClipRange(0.2, 0.2)
+    slopes = []
+    for _ in range(30):
+        current = next_clip_range(region, torch.stack([counts, counts]), ClipRange(0.2, 0.2, *current[2:]))
+        slopes.append(current.high_slope)
+    assert slopes == pytest.approx([min(0.1 * step, 2.0) for step in range(1, 31)])
+
+
+@pytest.mark.parametrize("start", [1e-12, 1e6])
+def test_a_bound_outside_of_what_is_counted_comes_back(start):
+    moves = 0.1 * torch.randn(50, generator=torch.Generator().manual_seed(0)).abs()
+    counts = count_moves(moves, torch.ones(50, dtype=torch.bool))
+    current = ClipRange(start, start)
+    for _ in range(100):
+        current = next_clip_range(Clip(**AUTO), torch.stack([counts, counts]), current)
+    assert float((moves > current.high).double().mean()) == pytest.approx(0.1, abs=0.03)

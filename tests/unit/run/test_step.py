@@ -243,15 +243,20 @@ def sentences(region: dict[str, Any], share: float, *, sigma: float = 0.02, step
     return [(step, text) for step, row in enumerate(rows, start=1) if (text := watch.clip(row, [update, update]))]
 
 
-@pytest.mark.parametrize("region", [FIXED, LENGTH, AUTO])
+@pytest.mark.parametrize("region", [FIXED, LENGTH, AUTO, {**AUTO, "low": 0.03}])
 def test_a_clip_that_takes_more_than_a_quarter_is_reported_once_with_the_range_for_a_tenth(region: dict[str, Any]) -> None:
     ((step, text),) = sentences(region, 0.26)
     assert step == 5
     assert text.startswith("more than 25% of the tokens")
-    assert text.endswith("objective.trust_region.low=0.91 objective.trust_region.high=0.91 would clip a tenth")
+    numbers = [f"objective.trust_region.{side}=0.91" for side in ("low", "high") if region[side] != "auto"]
+    tenth = "a tenth of its side" if "auto" in region.values() else "a tenth"
+    remedy = f"{' '.join(numbers)} would clip {tenth}" if numbers else "auto bounds do not follow; set a lower optimizer.lr"
+    assert text.endswith(f"; {remedy}")
     assert f", with low = {region['low']}, high = " in text
     assert not sentences(region, 0.26, steps=4)
     assert not sentences(region, 0.24)
+    if "auto" in region.values():
+        assert not sentences({**region, "share": 0.3}, 0.3)
 
 
 def test_bounds_that_do_nothing_are_reported() -> None:

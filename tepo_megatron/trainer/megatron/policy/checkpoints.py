@@ -194,7 +194,7 @@ class _Counters:
 
     entropy_noise: float = 0.0  # nats, median of the last measurement
 
-    clip_range: ClipRange | None = None  # (low, high) that the last steps' ratios gave for ``auto`` bounds
+    clip_range: ClipRange | None = None  # what the last steps' ratios gave for ``auto`` bounds
 
 
 class MegatronCheckpoints:
@@ -265,7 +265,7 @@ class MegatronCheckpoints:
         counters = self.counters
         for counter in fields(counters):
             value = state.get(counter.name, counter.default)  # older checkpoints have fewer
-            setattr(counters, counter.name, tuple(value) if isinstance(value, list) else value)
+            setattr(counters, counter.name, ClipRange(*value) if value and counter.name == "clip_range" else value)
         self._policy.finish_gather()
         self.bytes_read = self._restore(folder)
         self._policy.schedule.num_steps = 0
