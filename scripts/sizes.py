@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_250,
     "tests, lines": 44_011,
-    "docs and docstrings, words": 109_987,
+    "docs and docstrings, words": 109_995,
     "public classes and functions": 780,
     "modules": 273,
     "modules below 60 lines": 40,
