@@ -161,7 +161,7 @@ def next_clip_range(region: TrustRegion, moves: Tensor, current: ClipRange | Non
     """
     if not isinstance(region, Clip) or not region.is_auto:
         return None
-    share, current = region.share or CLIPPED_SHARE, region.of_auto_sides(current or ClipRange())
+    share, current = region.share or CLIPPED_SHARE, current or ClipRange()
     tokens, lengths, _ = moves.double().sum((0, 2)).tolist()
     length = lengths * LENGTH_UNIT / tokens if tokens else current.log2_length
     low, low_slope = _next_bound(moves[0], current.low, current.low_slope, share, current.log2_length, length)
