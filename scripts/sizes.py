@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_250,
+    "package, lines": 53_251,
     "tests, lines": 44_011,
-    "docs and docstrings, words": 109_995,
-    "public classes and functions": 780,
+    "docs and docstrings, words": 109_983,
+    "public classes and functions": 778,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -15,7 +15,7 @@ from tepo_megatron.config.objective.terms import EntropyBonus
 from tepo_megatron.core.objective.advantage import advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import sampler_weights, sequence_sum
-from tepo_megatron.core.objective.trust_region import Bounded, Surrogate, bound_factors, bounded_ratio, log2_lengths, surrogate
+from tepo_megatron.core.objective.trust_region import Bounded, Surrogate, bounded_ratio, surrogate
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 from tepo_megatron.core.types import Batch, Checks, ObjectiveOutput, TokenScores, count_moves
 from tepo_megatron.errors import NotFiniteError
@@ -230,7 +230,7 @@ class Objective:
         names = ("logprob", "entropy", "entropy_slope", "divergence")
         _check_token_values({f"scores.{name}": getattr(scores, name) for name in names}, batch, scores.checks)
         values = self.token_values(scores, batch, context)
-        ratio_T, held = bounded_ratio(self.config, values)
+        ratio_T, held = bounded_ratio(self.config, values, context.clip_range)
         chosen_T, detached_T, penalty_T = context.mechanisms.apply(values)
         gain = surrogate(self.config, ratio_T, values, detached_T, held, context.clip_range)
         weight_T = None
@@ -251,7 +251,7 @@ class Objective:
             recorded["divergence"] = divergence_T
         if values.entropy_change_T is not None:
             recorded["entropy_change"] = values.entropy_change_T
-        moves = _count_moves(self.config, context.clip_range, values, held)
+        moves = _count_moves(self.config, values, held)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema, recorded, moves)
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
@@ -410,15 +410,14 @@ def _measure_clip(
 
 
 @torch.no_grad()
-def _count_moves(config: ObjectiveConfig, clip_range: ClipRange | None, values: TokenValues, bounded: Bounded) -> Tensor | None:
+def _count_moves(config: ObjectiveConfig, values: TokenValues, bounded: Bounded) -> Tensor | None:
     """Returns [2, 3, BINS]: moves towards the lower bound where A < 0, the upper where A > 0, in the bounds' unit."""
     if not isinstance(config.trust_region, Clip):
         return None
-    if bounded.factor_T is None:
+    if bounded.units is None:
         low_T = high_T = torch.expm1(bounded.log_T)
-        log2_T = None
     else:
-        low_T, high_T = (bounded.log_T / factor_T for factor_T in bound_factors(bounded.factor_T, clip_range))
-        log2_T = log2_lengths(bounded.factor_T)
+        low_T, high_T = (bounded.log_T / unit_T for unit_T in bounded.units)
     falling_T, rising_T = (values.mask_T & (values.advantage_T * sign > 0) for sign in (-1, 1))
+    log2_T = bounded.log2_length_T
     return torch.stack([count_moves(-low_T, falling_T, log2_T), count_moves(high_T, rising_T, log2_T)])

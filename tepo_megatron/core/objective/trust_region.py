@@ -49,15 +49,20 @@ def _binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
 
 
 class Bounded(NamedTuple):
-    """The log-ratio, where its own bound removed the gradient, and the `length_factor` of a clip by length."""
+    """The log-ratio, and where its own bound removed the gradient.
+
+    For a clip by length: log₂ of the tokens that it goes by, and the two bounds in units of c.
+    """
 
     log_T: Tensor
     low_T: Tensor
     high_T: Tensor
-    factor_T: Tensor | None
+    log2_length_T: Tensor | None = None
+    units: tuple[Tensor, Tensor] | None = None
 
 
-def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, Bounded]:
+def bounded_ratio(config: ObjectiveConfig, values: TokenValues, clip_range: ClipRange | None = None) -> tuple[Tensor, Bounded]:
+    """``clip_range``: of `next_clip_range`."""
     region, advantage_T = config.trust_region, values.advantage_T
     delta_T = values.delta_T
     low_T = high_T = torch.zeros_like(values.mask_T)
@@ -75,21 +80,18 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
         most_T = region.width * values.lengths_S[values.index_T].sqrt()
         low_T, high_T = log_T < -most_T, log_T > most_T
         log_T = log_T.clamp(-most_T, most_T)
-    by_length = isinstance(region, Clip) and region.scale == "length"
-    factor_T = length_factor(config.ratio, values) if by_length else None
-    return log_T.clamp(max=LARGEST).exp(), Bounded(log_T, low_T, high_T, factor_T)
+    bounded = Bounded(log_T, low_T, high_T)
+    if isinstance(region, Clip) and region.scale == "length":
+        factor_T = length_factor(config.ratio, values)
+        log2_T = 2 * factor_T.double().log2().abs()
+        bounded = bounded._replace(log2_length_T=log2_T, units=_bound_units(factor_T, log2_T, clip_range))
+    return log_T.clamp(max=LARGEST).exp(), bounded
 
 
-def log2_lengths(factor_T: Tensor) -> Tensor:
-    """``factor_T``: of `length_factor`. Returns log₂ of the number of tokens that it goes by."""
-    return 2 * factor_T.double().log2().abs()
-
-
-def bound_factors(factor_T: Tensor, clip_range: ClipRange | None) -> tuple[Tensor, Tensor]:
-    """Returns a bound by length in units of c, for each side. ``factor_T``: of `length_factor`."""
+def _bound_units(factor_T: Tensor, log2_T: Tensor, clip_range: ClipRange | None) -> tuple[Tensor, Tensor]:
     if clip_range is None or not (clip_range.low_slope or clip_range.high_slope):
         return factor_T, factor_T
-    excess_T = log2_lengths(factor_T) - clip_range.log2_length
+    excess_T = log2_T - clip_range.log2_length
     low_T, high_T = ((slope * excess_T).exp2().to(factor_T.dtype) for slope in (clip_range.low_slope, clip_range.high_slope))
     return factor_T * low_T, factor_T * high_T
 
@@ -132,8 +134,8 @@ def surrogate(
         low, high = region.bounds(clip_range)
         if region.scale == "fixed":
             return _clipped(ratio_T, advantage_T, 1 - low, 1 + high, region.dual)
-        assert bounded.factor_T is not None
-        low_T, high_T = bound_factors(bounded.factor_T, clip_range)
+        assert bounded.units is not None
+        low_T, high_T = bounded.units
         return _clipped(ratio_T, advantage_T, (-low * low_T).exp(), (high * high_T).exp(), region.dual)
     return Surrogate(ratio_T * advantage_T, bounded.low_T, bounded.high_T)
 
