@@ -92,7 +92,11 @@ def train(
         with _own_process(), StopSignals(ends=False).borrowed():
             train_model(run, extensions)
     else:
-        _train_in_ranks(_name_everywhere(run, extensions))
+        code, message = start_ranks(_name_everywhere(run, extensions))
+        if code in (INTERRUPTED, PREEMPTED):
+            raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
+        if code:
+            raise RuntimeError(message)
     return TrainResult(run.output, run.output / "model", run, read_metrics(run.output / "metrics.jsonl"))
 
 
@@ -110,14 +114,6 @@ def _own_process() -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
-
-
-def _train_in_ranks(config: RunConfig) -> None:
-    code, message = start_ranks(config)
-    if code in (INTERRUPTED, PREEMPTED):
-        raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
-    if code:
-        raise RuntimeError(message)
 
 
 @dataclass(frozen=True)
@@ -150,15 +146,7 @@ class TrainResult:
 
 
 def _read_arguments(
-    config: RunConfig | str | Path | Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
-    *,
-    reward: Any,
-    objective: Any,
-    callbacks: Sequence[object] | object,
-    collect: Any,
-    env: Any,
-    resume: bool | str,
+    config: Any, settings: dict[str, Any], *, reward: Any, objective: Any, callbacks: Any, collect: Any, env: Any, resume: Any
 ) -> tuple[RunConfig, Extensions]:
     values = [*(config.items() if isinstance(config, Mapping) else ()), *settings.items()]  # the last one of a field counts
     for argument in (argument for argument, value in settings.items() if callable(value)):
@@ -300,24 +288,17 @@ def _check_restarts(config: RunConfig) -> None:
 
 
 def _train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
-    with _uncollected():
-        from tepo_megatron.run.training import train_model
-
-    train_model(config, extensions)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """For imports: a million objects that stay, walked a dozen times."""
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()
+    gc.disable()  # while it imports: a million objects that stay would be walked a dozen times
     try:
-        yield
+        from tepo_megatron.run.training import train_model
+
         gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
+    train_model(config, extensions)
 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None] = _train_as_rank) -> int:
