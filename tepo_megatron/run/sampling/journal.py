@@ -67,28 +67,21 @@ class Journal:
             "reward": {name: value for name, value in reward.items() if value or name not in ("kwargs", "weights")},
             **also,
         }
+        filters = rollout.filter_groups and rollout.filter_groups.model_dump(mode="json")
+        newer = {
+            "metadata": metadata if any(metadata) else None,
+            "head_dtype": server.head_dtype if server.head_dtype != "model" else None,
+            "routing_replay": server.routing_replay,
+            "environment": environment and environment.decides(),
+            "speculative": server.speculative and server.speculative.model_dump(mode="json", exclude_none=True),
+            "end": list(self._end_ids) if len(self._end_ids) > 1 else None,  # more than the tokenizer's own
+            "verifiers": self._config.data.source_verifiers,
+            "teachers": served_teachers(self._config),
+            "collect": rollout.collect,
+            "dynamic": [filters, rollout.oversample, rollout.partial] if filters or rollout.oversample > 1 else None,
+        }
         # Newer settings count only if they are used, above and here: entries of older versions are still found.
-        if any(metadata):
-            decides["metadata"] = metadata
-        if server.head_dtype != "model":
-            decides["head_dtype"] = server.head_dtype
-        if server.routing_replay:
-            decides["routing_replay"] = True
-        if environment is not None:
-            decides["environment"] = environment.decides()
-        if server.speculative:
-            decides["speculative"] = server.speculative.model_dump(mode="json", exclude_none=True)
-        if len(self._end_ids) > 1:  # more than the tokenizer's own
-            decides["end"] = list(self._end_ids)
-        if verifiers := self._config.data.source_verifiers:
-            decides["verifiers"] = verifiers
-        if served := served_teachers(self._config):
-            decides["teachers"] = served
-        if rollout.collect is not None:
-            decides["collect"] = rollout.collect
-        if rollout.filter_groups is not None or rollout.oversample > 1:
-            filters = None if rollout.filter_groups is None else rollout.filter_groups.model_dump(mode="json")
-            decides["dynamic"] = [filters, rollout.oversample, rollout.partial]
+        decides |= {name: value for name, value in newer.items() if value}
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def find(self, step: int, drawn_by: Callable[[Sequence[Rollout]], str | None], *, stalest: int = 0) -> Record | None:
