@@ -110,7 +110,7 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
         has_model = False  # "model and data" reports it
     for check in RUN_CHECKS:
         if (has_model or MODEL not in check.needs) and check.applies(run):
-            checks[check.name] = Check(partial(_finding_of, partial(check.problem, run), TRAINER_MACHINE in check.needs))
+            checks[check.name] = Check(partial(_finding_of, partial(check.verify, run), TRAINER_MACHINE in check.needs))
     if config.rollout.replay is None:
         checks["model and data"] = Check(partial(_model_and_data, config))
         if config.environment is not None:
@@ -120,12 +120,13 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
     return checks
 
 
-def _finding_of(problem_of: Callable[[], str | None], of_machine: bool) -> Finding:
-    problem = problem_of()
-    if problem is None:
-        return Finding("ok", "fits this run")
-    # The doctor runs without the run's ranks, and possibly on another machine.
-    return Finding("warn" if of_machine else "fail", "refused", problem)
+def _finding_of(verify: Callable[[], object], of_machine: bool) -> Finding:
+    try:
+        verify()
+    except ValueError as error:
+        # The doctor runs without the run's ranks, and possibly on another machine.
+        return Finding("warn" if of_machine else "fail", "refused", str(error))
+    return Finding("ok", "fits this run")
 
 
 def _output_disk(config: RunConfig) -> Finding:

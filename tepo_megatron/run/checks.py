@@ -56,13 +56,6 @@ class _NamedCheck:
     needs: frozenset[str] = frozenset()
     applies: Callable[[RunSubject], bool] = lambda _: True
 
-    def problem(self, run: RunSubject) -> str | None:
-        try:
-            self.verify(run)
-        except ValueError as error:
-            return str(error)
-        return None
-
 
 def check_model(config: RunConfig, *, machine: bool = True) -> Path:
     """Every rank calls. ``machine`` false leaves out what depends on this machine."""
