@@ -254,12 +254,13 @@ class Loop:
     def on_root(self, work: Callable[[Rank0], _T]) -> _T | None:
         return None if self.rank0 is None else work(self.rank0)
 
-    def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
-        """Raises StopRequested on every rank after a signal to rank 0, except while ``unless`` is true there."""
-        self.from_root(lambda rank0: None, unless=unless)
+    def safe_point(self) -> None:
+        self.from_root(lambda _: None)
 
     def from_root(self, work: Callable[[Rank0], _T], *, unless: Callable[[], bool] = bool) -> _T | None:
-        """Broadcasts JSON values. Every rank calls. A ``safe_point``, also during the work."""
+        """Broadcasts JSON values. Every rank calls. A safe point: raises StopRequested on every rank after a signal to rank 0,
+        also during the work, except while ``unless`` is true there.
+        """
         answer: _T | None = None
         with contextlib.suppress(StopRequested):  # rank 0 tells all below
             answer = self.on_root(work)

@@ -5,7 +5,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,7 +276,6 @@ class _Servers:
         self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost
         self._signals = StopSignals.current()
         self.sampler: Sampler | None = None
-        self._starting: Future[None] | None = None
         if config.rollout.replay is not None:
             return
         self.sampler = make_sampler(
@@ -293,9 +292,10 @@ class _Servers:
             adapter_rank=config.adapter_rank,
             tokenizer=config.rollout.sampling.needs_tokenizer,
         )
+        self._wait_for_start = self.sampler.start
         if config.rollout.server.placement != "colocated":
             # Servers need tens of seconds to start; the model is built meanwhile.
-            self._starting = ThreadPoolExecutor(1, "fleet").submit(self.sampler.start)
+            self._wait_for_start = ThreadPoolExecutor(1, "fleet").submit(self.sampler.start).result
 
     def wait_until_ready(self) -> None:
         if self.sampler is None:
@@ -303,10 +303,7 @@ class _Servers:
         self._output.progress.phase("servers")  # no phase of the stopwatch: it belongs to no step
         self._heartbeat.phase("servers", waits_for="the rollout servers to start")
         with self._signals.interruptible():
-            if self._starting is not None:
-                self._starting.result()
-            else:
-                self.sampler.start()
+            self._wait_for_start()
         self.report_servers()
 
     def report_servers(self) -> None:

@@ -60,10 +60,8 @@ def _read(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[Rank
     config = read_yaml(resolved)
     match config:
         case {"name": str(), "output": str(), "train": {"steps": int()}}:
-            pass
-        case _:
-            raise ValueError(f"{resolved} lacks name, output or train.steps of a run, or is damaged; restore it")
-    return config, read_metrics(metrics) if metrics.is_file() else [], records
+            return config, read_metrics(metrics) if metrics.is_file() else [], records
+    raise ValueError(f"{resolved} lacks name, output or train.steps of a run, or is damaged; restore it")
 
 
 def _reports(output: Path) -> list[Path]:

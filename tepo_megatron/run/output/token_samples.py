@@ -52,16 +52,7 @@ def token_samples(
     )
 
 
-_OF_THE_TRAINER = (
-    "logprob_trainer",
-    "logprob_update",
-    "entropy",
-    "entropy_change",
-    "advantage",
-    "ratio",
-    "divergence",
-    "masked",
-)
+_FROM_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio", "divergence", "masked")
 
 
 def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, _Values]]:
@@ -92,7 +83,7 @@ def _response(rollout: Rollout, trained: Mapping[str, _Values]) -> dict[str, _Va
     length = rollout.response_ids.size
     labels = slice(rollout.prompt_ids.size - 1, rollout.prompt_ids.size - 1 + length)
     unknown = np.full(length, np.nan, dtype=np.float32)
-    values = {name: trained[name][labels] if name in trained else unknown for name in _OF_THE_TRAINER}
+    values = {name: trained[name][labels] if name in trained else unknown for name in _FROM_TRAINER}
     mask = np.ones(length, dtype=np.bool_) if rollout.loss_mask is None else rollout.loss_mask
     starts, versions = zip(*rollout.versions, strict=True)
     return {
