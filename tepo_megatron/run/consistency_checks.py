@@ -21,8 +21,8 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 
 class Canaries:
-    def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, spec: ModelSpec, on_move: Callable[[], None] = lambda: None) -> None:
+        self._config, self._on_move = config, on_move
         self._canary = Canary(Tolerances.of(config).token)
         self._cached_prompt = Canary.cached_prompt(spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
         self._figures: dict[str, float] = {}
@@ -51,22 +51,15 @@ class Canaries:
         )
 
     def check_servers(
-        self,
-        fleet: Sampler,
-        step: int,
-        prompt: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        is_logged: bool,
-        on_move: Callable[[], None] = lambda: None,
+        self, fleet: Sampler, step: int, prompt: Sequence[int], ours: Sequence[float], *, is_logged: bool
     ) -> None:
         started = time.perf_counter()
         share = Canary.check_read_back(step, fleet.read_back())
-        on_move()
+        self._on_move()
         theirs = fleet.prompt_logprobs(prompt)
-        on_move()
-        gap = self._canary.check(step, prompt, logprobs, theirs)
-        mean, p90 = Canary.usual_gaps(logprobs, theirs)
+        self._on_move()
+        gap = self._canary.check(step, prompt, ours, theirs)
+        mean, p90 = Canary.usual_gaps(ours, theirs)
         self.first_gap = mean if self.first_gap is None else self.first_gap
         cache_gap = self._canary.check_cache(step, fleet.read_through_cache(self._cached_prompt, CACHED_TOKENS))
         # No figures of checks at other steps, after a start of servers: a resumed run has the same rows.

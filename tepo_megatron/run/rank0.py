@@ -71,16 +71,18 @@ class Rank0:
         self.lost: defaultdict[str, float] = defaultdict(float)  # seconds by cause
         self.servers = _Servers(config, inputs, output, heartbeat, self.lost)
         self.teachers = ServedTeachers(config, inputs, output.message)
-        self.checks = Canaries(config, inputs.spec)
+        self.checks = Canaries(config, inputs.spec, on_move=heartbeat.moved)
         self._inputs, self._task, self._pools = inputs, task, pools
         self.retention = Retention(config, output.message)
         self._rewards = StepRewards(config, output.message)
+        judged = self.teachers.judged(task)
+        journal = Journal(config, output.message, output.write_failed, inputs.tokenizer.eos_ids)
         self.collector = RolloutCollector(
             config,
             inputs,
             self._rewards,
-            self.teachers.judged(task),
-            Journal(config, output.message, output.write_failed, inputs.tokenizer.eos_ids),
+            judged,
+            journal,
             self.servers.sampler,
             phase=self.phase,
             heartbeat=heartbeat,
@@ -183,7 +185,7 @@ class Rank0:
         assert sampler is not None, "a replayed run has no servers"
         check = partial(self.checks.check_servers, sampler, step, prompt, logprobs, is_logged=is_logged)
         with self._signals.interruptible():  # servers whose slots are busy answer late
-            return self.servers.run_or_revive(partial(check, on_move=self.heartbeat.moved))[1]
+            return self.servers.run_or_revive(check)[1]
 
     # -- evaluation and logs ---------------------------------------------------------------------------------------------
 

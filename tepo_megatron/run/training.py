@@ -65,13 +65,8 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
 
 def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack: contextlib.ExitStack) -> Loop:
     """``stack`` closes what it opens. Every rank calls."""
-    heartbeat = Heartbeat(
-        config.output / "status",
-        variable("RANK", 0),
-        variable("WORLD_SIZE", 1),
-        hang_timeout_s=config.train.hang_timeout_s,
-        limits=phase_limits(config),
-    )
+    rank, world_size, timeout_s = variable("RANK", 0), variable("WORLD_SIZE", 1), config.train.hang_timeout_s
+    heartbeat = Heartbeat(config.output / "status", rank, world_size, hang_timeout_s=timeout_s, limits=phase_limits(config))
     stack.enter_context(_ending_noted(heartbeat))
     rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if _is_root() else None
     # Warnings of Megatron and torch that no user of this package can act on (missing apex, renamed collectives).

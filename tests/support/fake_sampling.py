@@ -200,7 +200,7 @@ def collector(
         verifiers,
         journal,
         fleet,
-        phase=lambda name: nullcontext(),
+        phase=lambda _: nullcontext(),
         heartbeat=Heartbeat(),
         collect=collect,
     )

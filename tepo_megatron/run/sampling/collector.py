@@ -30,8 +30,6 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
-from tepo_megatron.tasks.data.sources import ProblemSampler
-from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import RewardResult, Task
 from tepo_megatron.trainer.run_compatibility import is_allowed
 
@@ -60,13 +58,7 @@ class RolloutCollector:
         self._signals = StopSignals.current()
         rollout, train = config.rollout, config.train
         window = train.max_staleness if train.schedule == "overlap" and fleet is not None else 0
-        self._buffer = GroupBuffer(
-            config,
-            inputs.train,
-            ProblemSampler.of(inputs.train, config.data, config.seed),
-            lambda problem: episode_prompt(config.environment, inputs.tokenizer, problem),
-            window=window,
-        )
+        self._buffer = GroupBuffer(config, inputs, window=window)
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
         self._store = GroupStore(journal, active=self._is_dynamic and rollout.journal)
         self._sampled_task = None if window else task

@@ -144,14 +144,9 @@ class GroupWorker:
         if group is None or group.is_finished(sample):
             return  # forgotten meanwhile
         self._sampling -= 1
-        is_whole = response.finish_reason != UNFINISHED
+        text = self.decode(response.response_ids.tolist()) if response.finish_reason != UNFINISHED else ""
         group.samples[sample] = Rollout.of(
-            response,
-            problem_id=group.problem.id,
-            group=sample,
-            prompt_ids=group.prompt_ids,
-            text=self.decode(response.response_ids.tolist()) if is_whole else "",
-            reward=None,
+            response, problem_id=group.problem.id, group=sample, prompt_ids=group.prompt_ids, text=text, reward=None
         )
         self.on_progress()
         self._ask_verifiers(group)

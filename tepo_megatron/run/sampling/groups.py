@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.step_rewards import GroupFilters
 from tepo_megatron.tasks.data.sources import ProblemSampler
+from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import RewardResult
 
 _NUMBER = attrgetter("number")
@@ -77,20 +80,12 @@ class GroupBuffer:
     Methods are thread-safe; attributes need the lock ``changed``.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        problems: Sequence[Problem],
-        order: ProblemSampler,
-        encode: Callable[[Problem], tuple[int, ...]],
-        *,
-        window: int,
-    ) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, *, window: int) -> None:
         self._rollout, self._train = config.rollout, config.train
         self._size = config.rollout.prompts_per_step
-        self._encode, self._filters = encode, GroupFilters(config.rollout)
-        self._by_id = {problem.id: problem for problem in problems}
-        self.order, self.window = order, window
+        self._encode = partial(episode_prompt, config.environment, inputs.tokenizer)
+        self._by_id, self._filters = inputs.by_id, GroupFilters(config.rollout)
+        self.order, self.window = ProblemSampler.of(inputs.train, config.data, config.seed), window
         self.changed = threading.Condition(threading.RLock())
         self.waiting: deque[Group] = deque()
         self.running: dict[int, Group] = {}

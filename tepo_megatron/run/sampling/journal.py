@@ -41,11 +41,7 @@ class Journal:
         self._records = config.output / "rollouts" if config.rollout.record else None
 
     def identity(
-        self,
-        problems: Sequence[Problem],
-        prompts: Sequence[Sequence[int]],
-        version: WeightsVersion | None,
-        **also: Mapping[str, Any],
+        self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], version: WeightsVersion | None, **also: Any
     ) -> str:
         """Digest of all that decides the rollouts; ``also`` has JSON values."""
         rollout = self._config.rollout

@@ -23,10 +23,7 @@ class SkippedUpdates:
     """Every rank has one. ``keep`` is rank 0's: it saves the batch and returns the file."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        keep: Callable[[int, Sequence[Mapping[str, Any]]], Path] | None,
-        from_root: Callable[[str], str],
+        self, config: RunConfig, keep: Callable[[int, Sequence[dict[str, Any]]], Path] | None, from_root: Callable[[str], str]
     ) -> None:
         self._seed, self._train = config.seed, config.train
         self._keep, self._from_root = keep, from_root
