@@ -221,11 +221,6 @@ class TokenSamples:
         if not np.isin(self.prompt, np.arange(len(self.prompts))).all():
             raise ValueError(f"prompt names one that is not among the {len(self.prompts)} prompts")
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenSamples) and self.encode() == other.encode()
-
-    __hash__ = None  # type: ignore[assignment]
-
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """[S + 1]: where responses start, and the end."""

@@ -223,7 +223,7 @@ class Rank0:
         if (log := self.config.log).records_tokens(step):
             problems, tokenizer = self._problems, self._inputs.tokenizer
             samples = token_samples(step, rollouts, parts, updates, log.token_samples, problems, tokenizer)
-            self.output.write_tokens(samples)
+            self.output.tokens.write(samples)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
         counts |= source_figures(rollouts, self._problems, parts)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}

@@ -32,13 +32,13 @@ class Output:
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         """Raises ValueError if the folder is unwritable, in use, or of another run, or a logger's package is missing."""
         Loggers.check_installed(config.log)
-        self._config, self.folder, self.progress = config, config.output, progress
+        self._config, self.folder, self.progress, self.message = config, config.output, progress, progress.message
         self._finished = False
         self._failures, self._said = 0, set[Path]()
         self._samples, self._train_samples = (
             LogFile(self.folder / name, self.write_failed) for name in ("samples.jsonl", "train_samples.jsonl")
         )
-        self._tokens = _TokenLog(self.folder, self.write_failed)
+        self.tokens = _TokenLog(self.folder, self.write_failed)
         self._lock = RunLock(self.folder)
         with unwritable_is_a_sentence(self.folder):
             left_behind = self._lock.take()
@@ -92,11 +92,8 @@ class Output:
                 remaining = [row for row in samples if row["step"] <= last]
                 if cut or len(remaining) < len(samples):
                     write_atomically(path, _as_lines(remaining))
-            self._tokens.forget_after(step)
+            self.tokens.forget_after(step)
         return forgotten
-
-    def message(self, text: str) -> None:
-        self.progress.message(text)
 
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
         """Raises RuntimeError if another run has taken the folder."""
@@ -115,9 +112,6 @@ class Output:
         file = self._train_samples if trained else self._samples
         file.append(_as_lines({"step": step, **sample} for sample in samples))
 
-    def write_tokens(self, samples: TokenSamples) -> None:
-        self._tokens.write(samples)
-
     def _count_failure(self) -> None:
         self._failures += 1
 
@@ -135,7 +129,7 @@ class Output:
         self._metrics.close()
         self._samples.flush()
         self._train_samples.flush()
-        self._tokens.flush()
+        self.tokens.flush()
         metrics = self._metrics.path
         if self._metrics.waiting:
             self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")

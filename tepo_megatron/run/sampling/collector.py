@@ -122,7 +122,7 @@ class RolloutCollector:
         return rollouts
 
     def _find(self, step: int, first: Sequence[Group]) -> list[Rollout] | None:
-        if self._thread is not None and (self._thread.is_running or self._has_gone_back):
+        if self._thread is not None and (self._thread.ident is not None or self._has_gone_back):
             return None  # sampling continues from an interrupted run's groups, or must draw others
         after = self._store.read_state(step) if self._is_dynamic else None
         if self._is_dynamic and (after is None or after.get("drawn_by") != self._step_identity(first)):
@@ -148,7 +148,8 @@ class RolloutCollector:
         return entry.rollouts
 
     def _wait(self, thread: _BackgroundThread) -> None:
-        thread.start()
+        if thread.ident is None:
+            thread.start()
         moves, buffer = self._moves, self._buffer
         with self._phase("rollout"), self._signals.interruptible(), buffer.changed:
             while True:
@@ -298,23 +299,14 @@ class RolloutCollector:
         return self._journal.identity([group.problem for group in groups], prompts, self._buffer.version, **also)
 
 
-class _BackgroundThread:
+class _BackgroundThread(threading.Thread):
     """Works while the servers have weights. ``work`` returns when its argument returns true."""
 
     def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
+        super().__init__(name="sample-ahead", daemon=True)
         self._work, self._buffer = work, buffer
         self._is_ready = self._is_closed = False
         self._error: Exception | SystemExit | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None
-
-    def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sample-ahead", daemon=True)
-            self._thread.start()
 
     def resume(self) -> None:
         with self._buffer.changed:
@@ -335,10 +327,10 @@ class _BackgroundThread:
         with self._buffer.changed:
             self._is_closed = True
             self._buffer.changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(10 * POLL_INTERVAL_S)
+        if self.is_alive():
+            self.join(10 * POLL_INTERVAL_S)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         changed = self._buffer.changed
         while True:
             with changed:

@@ -60,6 +60,10 @@ class Group:
         assert self.is_complete
         return [rollout for rollout in self.samples if rollout is not None]
 
+    def state(self) -> dict[str, Any]:
+        version = None if self.version is None else [self.version.step, self.version.digest]
+        return {"number": self.number, "step": self.step, "place": self.place, "version": version}
+
     def score(self, sample: int, result: RewardResult) -> None:
         rollout = self.samples[sample]
         assert rollout is not None
@@ -266,15 +270,7 @@ class GroupBuffer:
         with self.changed:
             state: dict[str, Any] = dict(self.order.state())
             if pending := self.pending():
-                state["carried"] = [
-                    {
-                        "number": group.number,
-                        "step": group.step,
-                        "place": group.place,
-                        "version": None if group.version is None else [group.version.step, group.version.digest],
-                    }
-                    for group in pending
-                ]
+                state["carried"] = [group.state() for group in pending]
             return state
 
     def restore(self, state: Mapping[str, Any]) -> None:

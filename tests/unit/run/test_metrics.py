@@ -128,27 +128,26 @@ def test_a_file_is_read_as_it_was_written(
         write_atomically(path, written.encode())
     assert list(token_files(folder).items()) == list(paths.items())
     result = read_tokens(paths[step])
-    assert result == written
-    assert result.encode() == paths[step].read_bytes()
+    assert result.encode() == written.encode() == paths[step].read_bytes()
     for index, length in enumerate(lengths):
         assert result.ids[result.tokens_of(index)].size == length
     if result.ids.size:
-        assert result != replace(result, masked=~result.masked)
+        assert result.encode() != replace(result, masked=~result.masked).encode()
 
 
 @given(at=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), cut=st.booleans())
 def test_a_damaged_file_is_a_sentence_or_has_lost_nothing(
     at: float, flip: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    made = made_up_tokens()
-    data = bytearray(made.encode())
+    made = made_up_tokens().encode()
+    data = bytearray(made)
     place = int(at * len(data))
     data[place:] = b"" if cut else bytes([data[place] ^ flip]) + data[place + 1 :]
     path = tmp_path_factory.mktemp("run") / "step_0000030.npz"
     path.write_bytes(data)
     said = ""
     try:
-        assert read_tokens(path) == made
+        assert read_tokens(path).encode() == made
     except ValueError as error:
         said = str(error)
     assert not said or re.fullmatch(rf"{path} holds no token values that can be read: .*; remove it", said)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
+from tepo_megatron.run.metrics import read_metrics, token_files
 from tepo_megatron.runtime.run_lock import FILE, RunLock
 from tests.support.checkpoints import make_whole
 from tests.support.data_files import write_jsonl
@@ -78,7 +78,7 @@ def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
     """Forgotten beyond the checkpoint, also if they wait for room, and written at the end at the latest."""
     first, _ = open_output(tmp_path)
     for step in (1, 2, 3):
-        first.write_tokens(made_up_tokens(step))
+        first.tokens.write(made_up_tokens(step))
         first.write_row(step, {})
     first.close()
     again, said = open_output(tmp_path, train=RESUMED)
@@ -86,7 +86,7 @@ def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
     assert list(token_files(tmp_path)) == [1, 2]
     with files_of_at_most(100):
         for step in (3, 4):
-            again.write_tokens(made_up_tokens(step, seed=1))
+            again.tokens.write(made_up_tokens(step, seed=1))
     assert said[-1].startswith(
         f"{tmp_path / 'tokens' / 'step_0000003.npz'} cannot be written: File too large. The run continues;"
     )
@@ -96,7 +96,7 @@ def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
     again.finish()
     again.close()
     assert list(token_files(tmp_path)) == [1, 2, 3]
-    assert read_tokens(token_files(tmp_path)[3]) == made_up_tokens(3, seed=1)
+    assert token_files(tmp_path)[3].read_bytes() == made_up_tokens(3, seed=1).encode()
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["log/failed"] == 2
 
 
@@ -106,7 +106,7 @@ def test_a_failed_start_leaves_nothing_to_the_next(resume: bool | str, tmp_path:
     first, _ = open_output(tmp_path, log={"tensorboard": True})
     first.write_samples(0, [{"response": "a"}])
     first.write_row(0, {"lr": 0.5})
-    first.write_tokens(made_up_tokens(1))
+    first.tokens.write(made_up_tokens(1))
     first.close()
     second, said = open_output(tmp_path, log={"tensorboard": True}, train={"resume": resume})
     assert (second.last_step, said, list((tmp_path / "tensorboard").iterdir()), token_files(tmp_path)) == (None, [], [], {})
