@@ -228,12 +228,9 @@ class TokenSamples:
 
     def encode(self) -> bytes:
         """Equal values are equal bytes."""
-        meta = {
-            "format": _FORMAT,
-            "step": self.step,
-            "prompts": [vars(prompt) for prompt in self.prompts],
-            "pieces": {str(token): text for token, text in sorted(self.pieces.items())},
-        }
+        prompts = [vars(prompt) for prompt in self.prompts]
+        pieces = {str(token): text for token, text in sorted(self.pieces.items())}
+        meta = {"format": _FORMAT, "step": self.step, "prompts": prompts, "pieces": pieces}
         file = io.BytesIO()
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)

@@ -155,14 +155,10 @@ class _LiveProgress(Progress):
             parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards[-60:]), blue)))
         if row.get("time/step"):
             parts += [Text(), _time_bar(row, 60)]
+        name, output = f"[bold]{escape(config.name)}[/]", f"[dim]{escape(str(config.output))}[/]"
+        width = min(92, self._console.width)
         return Panel(
-            Group(*parts),
-            title=f"[bold]{escape(config.name)}[/]",
-            subtitle=f"[dim]{escape(str(config.output))}[/]",
-            title_align="left",
-            subtitle_align="left",
-            padding=(1, 2),
-            width=min(92, self._console.width),
+            Group(*parts), title=name, subtitle=output, title_align="left", subtitle_align="left", padding=(1, 2), width=width
         )
 
 

@@ -46,12 +46,9 @@ class Loggers:
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None], count_failure: Callable[[], None]) -> None:
         self._timeout_s = config.log.finish_timeout_s
-        setup = {
-            "folder": str(config.output.absolute()),
-            "name": config.name,
-            "config": without_secrets(config.model_dump(mode="json")),
-            "finish_timeout_s": self._timeout_s,
-        }
+        shown = without_secrets(config.model_dump(mode="json"))
+        folder = str(config.output.absolute())
+        setup = {"folder": folder, "name": config.name, "config": shown, "finish_timeout_s": self._timeout_s}
         self._processes = [
             _LoggerProcess(config.output, {"kind": kind, "settings": section, **setup}, notify, count_failure)
             for kind, section in _sections(config.log).items()

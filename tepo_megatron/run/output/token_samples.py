@@ -42,14 +42,10 @@ def token_samples(
         problem = problems.get(rollout.problem_id)
         answer, source = (None, "") if problem is None else (problem.answer, problem.source)
         prompts.append(TokenPrompt(tokenizer.show(rollout.prompt_ids.tolist()), answer, source, rollout.problem_id))
-    tokens = sorted({int(token) for rollout in chosen for token in rollout.response_ids})
-    return TokenSamples(
-        step=step,
-        prompts=tuple(prompts),
-        pieces={token: tokenizer.piece(token) for token in tokens},
-        prompt=np.array([groups.index(rollout.group) for rollout in chosen], dtype=np.int32),
-        **{name: np.concatenate([values[name] for values in arrays]) for name in arrays[0]},
-    )
+    joined = {name: np.concatenate([values[name] for values in arrays]) for name in arrays[0]}
+    pieces = {token: tokenizer.piece(token) for token in np.unique(joined["ids"]).tolist()}
+    prompt = np.array([groups.index(rollout.group) for rollout in chosen], dtype=np.int32)
+    return TokenSamples(step=step, prompts=tuple(prompts), pieces=pieces, prompt=prompt, **joined)
 
 
 _FROM_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio", "divergence", "masked")

@@ -133,9 +133,20 @@ class Journal:
                     path.unlink()
 
     def _keep_record(self, path: Path) -> None:
-        if self._records is not None:
-            with self.reporting(self._records / path.name):
-                _link_record(path, self._records)
+        if self._records is None:
+            return
+        target = self._records / path.name
+        with self.reporting(target):
+            if target.exists() and target.samefile(path):
+                return
+            self._records.mkdir(parents=True, exist_ok=True)
+            partial = partial_path(target)
+            partial.unlink(missing_ok=True)
+            try:
+                os.link(path, partial)
+            except OSError:
+                shutil.copyfile(path, partial)
+            partial.replace(target)
 
     @contextmanager
     def reporting(self, path: Path) -> Iterator[None]:
@@ -216,17 +227,3 @@ class GroupStore:
 def _step(path: Path, *, default: int = 0) -> int:
     number = path.stem.removeprefix("step_")
     return int(number) if number.isdecimal() else default
-
-
-def _link_record(path: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / path.name
-    if target.exists() and target.samefile(path):
-        return
-    partial = partial_path(target)
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(path, partial)
-    except OSError:
-        shutil.copyfile(path, partial)
-    partial.replace(target)
