@@ -324,14 +324,12 @@ class _Servers:
         """Also returns whether a server died; it stays dead."""
         try:
             return work(), False
-        except ServerDied as error:
-            if self._signals.requested is None:
+        except RuntimeError as error:
+            if self._signals.requested is None:  # otherwise servers got the signal too
+                if not isinstance(error, ServerDied):
+                    raise
                 self._output.message(f"{error}; starting it again")
             return None, True
-        except RuntimeError:
-            if self._signals.requested is None:
-                raise
-            return None, True  # servers got the signal too
 
     def revive_or_wake(self, died: bool) -> bool:
         """Returns whether some servers have stale weights, after a weight update."""

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +66,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     """``stack`` closes what it opens. Every rank calls."""
     rank, world_size, timeout_s = variable("RANK", 0), variable("WORLD_SIZE", 1), config.train.hang_timeout_s
     heartbeat = Heartbeat(config.output / "status", rank, world_size, hang_timeout_s=timeout_s, limits=phase_limits(config))
-    stack.enter_context(_ending_noted(heartbeat))
+    stack.push(partial(_note_ending, heartbeat))
     rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if _is_root() else None
     # Warnings of Megatron and torch that no user of this package can act on (missing apex, renamed collectives).
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
@@ -113,6 +112,13 @@ def _open_rank0(
     return rank0
 
 
+def _note_ending(heartbeat: Heartbeat, _kind: object, error: BaseException | None, _traceback: object) -> None:
+    if error is None:
+        heartbeat.close("finished")
+    else:
+        heartbeat.close("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {describe(error)}")
+
+
 def _close(engine: Trainer, kind: type[BaseException] | None, *_error: object) -> None:
     failed = kind is not None and not issubclass(kind, StopRequested)
     # Closing NCCL's groups waits for ranks that wait for this one. After an error ``run_rank`` ends the process instead.
@@ -153,16 +159,3 @@ def phase_limits(config: RunConfig) -> dict[str, float]:
     inside = config.train.schedule == "overlap" or config.rollout.collect is not None
     rollout = silent + (verdicts if inside else 0.0)
     return {"servers": servers, "rollout": rollout, "sync": servers, "reward": verdicts, "eval": silent + verdicts}
-
-
-@contextlib.contextmanager
-def _ending_noted(heartbeat: Heartbeat) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        heartbeat.close("interrupted")
-        raise
-    except BaseException as error:
-        heartbeat.close(f"failed: {describe(error)}")
-        raise
-    heartbeat.close("finished")

@@ -64,10 +64,8 @@ class Inputs:
         if replay is not None:
             _check_replay(config, replay, spec)
         train = Source.read_all(config.data, "train", tokenizer)
-        heldout: list[Source] = []
-        evaluate = config.evaluate
-        if evaluate.every and config.data.heldout is not None:
-            heldout = Source.read_all(config.data, "heldout", tokenizer)
+        evaluate, is_evaluated = config.evaluate, config.evaluate.every and config.data.heldout is not None
+        heldout = Source.read_all(config.data, "heldout", tokenizer) if is_evaluated else []
         left_out = [notice for source in (*train, *heldout) for notice in source.notices]
         for source in train if replay is None else ():
             judge = rewards.get(source.name) or rewards.get("")
