@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +102,15 @@ class Process:
     def environment(pid: int) -> dict[str, str]:
         entries = _read(pid, "environ").decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+    @staticmethod
+    def end_with(parent: int) -> None:
+        """This process gets SIGTERM when its ``parent`` ends, or now if it has ended; Linux only."""
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     @staticmethod
     def wait_channel(pid: int) -> str:

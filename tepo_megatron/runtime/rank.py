@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import NamedTuple, NoReturn
 from tepo_megatron.errors import describe, is_ours, wants_traceback
 from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import refuse_pickles, removals
 from tepo_megatron.runtime.text import echo
 
@@ -73,11 +73,8 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
     signals = StopSignals(grace_s=grace_s, warning_s=warning_s)
     try:
         signals.install()
-        if sys.platform == "linux" and FAILURE_FILE in os.environ:  # the agent's end is this rank's
-            pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-            if os.getppid() != variable(STARTER, os.getppid()):  # it was killed before
-                os.kill(os.getpid(), signal.SIGTERM)
+        if FAILURE_FILE in os.environ:  # the agent's end is this rank's
+            Process.end_with(variable(STARTER, os.getppid()))
         refuse_pickles()
         work()
     except StopRequested as stop:

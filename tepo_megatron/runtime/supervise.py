@@ -8,7 +8,6 @@ It records names in /dev/shm that its group has mapped; if it is killed too, ``s
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -19,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
@@ -52,7 +52,7 @@ def _main(arguments: list[str]) -> int:
         arguments[1:],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **scratch.environment()},
-        preexec_fn=_end_with_supervisor(),  # this process has one thread
+        preexec_fn=partial(Process.end_with, os.getpid()),  # this process has one thread
     )
     # A forked relative of the starter may hold the pipe open after the starter's death: its parent id tells that too.
     while child.poll() is None and not asked_to_stop and os.getppid() == starter and not _closed(sys.stdin.fileno()):
@@ -74,19 +74,6 @@ def _main(arguments: list[str]) -> int:
     os.killpg(0, signal.SIGKILL)  # this process as well, and all others where there is no /proc
     time.sleep(1)
     return 1
-
-
-def _end_with_supervisor() -> Callable[[], None] | None:
-    if sys.platform != "linux":
-        return None
-    kernel, pr_set_pdeathsig, supervisor = ctypes.CDLL(None), 1, os.getpid()
-
-    def ask_the_kernel() -> None:
-        kernel.prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != supervisor:  # it was killed just before
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return ask_the_kernel
 
 
 def _others() -> list[int]:
