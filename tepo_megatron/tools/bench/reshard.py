@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tepo_megatron.tools.bench.recipes import llama
 from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
-from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, broadcast_json
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
@@ -60,8 +60,6 @@ class ReshardSetting:
         ``digest_seconds`` the busiest rank's. Raises ValueError for an impossible split, RuntimeError if two methods'
         weights differ.
         """
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"--dtype {self.dtype} is unknown; give float32 or bfloat16")
         world = self.plan.num_sources + self.plan.num_destinations
         return list(in_processes(_measure, world, self, repeats, backend="gloo"))
 
@@ -195,7 +193,7 @@ def _measure(rank: int, setting: ReshardSetting, repeats: int) -> list[dict[str,
                 dist.barrier()
                 start = time.perf_counter()
                 work()
-                seconds[name].append(_greatest(time.perf_counter() - start))
+                seconds[name].append(max(_of_all_ranks(time.perf_counter() - start)))
             if name == _OURS:
                 digest_seconds.append(local.digest_seconds)
             if not local.is_source and name != _RAW:
@@ -206,28 +204,19 @@ def _measure(rank: int, setting: ReshardSetting, repeats: int) -> list[dict[str,
         raise RuntimeError(f"rank {rank} got different weights by different ways; the measurement is void")
     rows = []
     for name in methods:
-        received, peak = _of_all_ranks(local.received_bytes(name), max(peaks[name], default=-1))
+        received, peak = _of_all_ranks(local.received_bytes(name)), _of_all_ranks(max(peaks[name], default=-1))
         sources, known = local.plan.num_sources, min(peak) >= 0
         rows.append(
             {
                 **{"method": name, "seconds": min(seconds[name]), "wire_bytes": sum(received), "largest_link": max(received)},
                 "peak_source": max(peak[:sources]) if known else None,
                 "peak_destination": max(peak[sources:]) if known else None,
-                "digest_seconds": _greatest(min(digest_seconds)) if name == _OURS else 0.0,
+                "digest_seconds": max(_of_all_ranks(min(digest_seconds))) if name == _OURS else 0.0,
             }
         )
     local.pairs.close()
     return rows
 
 
-def _of_all_ranks(*figures: int) -> list[list[int]]:
-    local = torch.tensor(figures)
-    gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return list(torch.stack(gathered).T.tolist())
-
-
-def _greatest(value: float) -> float:
-    result = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(result, dist.ReduceOp.MAX)
-    return float(result)
+def _of_all_ranks(value: float) -> list[Any]:
+    return all_gather_json(value, device=torch.device("cpu"))
