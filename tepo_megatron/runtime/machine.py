@@ -101,11 +101,10 @@ def _limit(which: int, *, hard: bool = False) -> int:
 
 
 def _free_shared_memory() -> int:
-    try:
+    with suppress(OSError):
         disk = os.statvfs(SHM)
-    except OSError:
-        return _UNLIMITED
-    return disk.f_bavail * disk.f_frsize
+        return disk.f_bavail * disk.f_frsize
+    return _UNLIMITED
 
 
 def _numbers(file: Path, *names: str) -> Iterator[int]:

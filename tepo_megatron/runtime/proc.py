@@ -93,10 +93,9 @@ class Process:
     @staticmethod
     def output_path(pid: int) -> str:
         """Returns where its standard output goes, or ""."""
-        try:
-            return os.readlink(f"/proc/{pid}/fd/1")
-        except OSError:
-            return ""
+        with suppress(OSError):
+            return os.readlink(PROC / str(pid) / "fd/1")
+        return ""
 
     @staticmethod
     def environment(pid: int) -> dict[str, str]:

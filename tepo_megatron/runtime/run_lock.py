@@ -82,10 +82,9 @@ class RunLock:
             os.close(fd)
 
     def holder(self) -> _Holder | None:
-        try:
+        with suppress(OSError):
             return _parse(self._path.read_bytes())
-        except OSError:
-            return None
+        return None
 
     def take(self) -> _Holder | None:
         """Renews the lock until ``release``; returns a stale lock's holder.
@@ -189,17 +188,15 @@ def _flock(fd: int, mode: int) -> bool | None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    try:
+    with suppress(OSError):
         return os.path.samestat(os.fstat(fd), path.stat())
-    except OSError:
-        return False
+    return False
 
 
 def _parse(text: bytes) -> _Holder | None:
-    try:
+    with suppress(ValueError, TypeError):
         return _Holder(**parse_json(text, "it", dict))
-    except (ValueError, TypeError):
-        return None
+    return None
 
 
 def _now_on_disk(path: Path) -> float:

@@ -192,10 +192,9 @@ def _read_record(path: Path) -> dict[str, int]:
 
 
 def _names() -> list[str]:
-    try:
+    with suppress(OSError):  # the system has no /dev/shm
         return os.listdir(SHM)
-    except OSError:  # the system has no /dev/shm
-        return []
+    return []
 
 
 def _own_inode(path: Path) -> int:

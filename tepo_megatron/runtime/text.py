@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _MOST_NESTED = 100
@@ -135,11 +136,10 @@ def open_closed_streams() -> None:
 
 
 def _is_open(number: int) -> bool:
-    try:
+    with suppress(OSError):
         os.fstat(number)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def outlive_readers() -> None:
