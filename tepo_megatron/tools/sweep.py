@@ -253,26 +253,23 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
 class SweepResults:
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
         self._axes = list(sweep.axes)
-        seeds: dict[tuple[str, ...], dict[int, dict[str, float | None]]] = {tuple(run.choices.values()): {} for run in runs}
+        by_choices: dict[tuple[str, ...], list[dict[str, Any]]] = {tuple(run.choices.values()): [] for run in runs}
+        self._figures: list[str] = []
         for run in (run for run in runs if run.is_done):
             figures = sweep.figures_of(read_metrics(run.folder / "metrics.jsonl"))
-            seeds[tuple(run.choices.values())][run.seed] = figures
-        self._seeds = {choices: of_choice for choices, of_choice in seeds.items() if of_choice}
-        self._figures = next((list(figures) for of_choice in self._seeds.values() for figures in of_choice.values()), [])
+            self._figures = list(figures)
+            by_choices[tuple(run.choices.values())].append({**run.choices, "seed": run.seed, **figures})
+        self._records = {choices: records for choices, records in by_choices.items() if records}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         rows = []
-        for choices, seeds in self._seeds.items():
-            spreads = [Spread(tuple(figures[name] for figures in seeds.values())) for name in self._figures]
-            rows.append([*choices, str(len(seeds)), *map(str, spreads)])
+        for choices, records in self._records.items():
+            spreads = [Spread(tuple(record[name] for record in records)) for name in self._figures]
+            rows.append([*choices, str(len(records)), *map(str, spreads)])
         return [*self._axes, "seeds", *self._figures], rows
 
     def write(self, folder: Path) -> list[Path]:
-        records = [
-            {**dict(zip(self._axes, choices, strict=True)), "seed": seed, **figures}
-            for choices, seeds in self._seeds.items()
-            for seed, figures in seeds.items()
-        ]
+        records = list(itertools.chain.from_iterable(self._records.values()))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:  # the jobs of an array write the same files
             page, table, record = (Path(made) / f"sweep.{kind}" for kind in ("md", "csv", "json"))
