@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.proc import PROC, Process, boot_id
@@ -156,7 +157,8 @@ def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
     own = _Holder.this_process()
     if holder.job and holder.job == own.job and own.life > holder.life:
         return holder  # Slurm starts a job's next life after the end of the last one
-    silent_s = _now_on_disk(path) - os.fstat(fd).st_mtime
+    with NamedTemporaryFile(prefix=f"{path.name}.", dir=path.parent) as new:  # by the disk's clock
+        silent_s = os.fstat(new.fileno()).st_mtime - os.fstat(fd).st_mtime
     if silent_s < SILENT_S:
         raise _held(
             path,
@@ -197,15 +199,6 @@ def _parse(text: bytes) -> _Holder | None:
     with suppress(ValueError, TypeError):
         return _Holder(**parse_json(text, "it", dict))
     return None
-
-
-def _now_on_disk(path: Path) -> float:
-    probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
 
 
 def _is_running(holder: _Holder) -> bool:
