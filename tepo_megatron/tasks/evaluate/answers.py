@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import combinations
@@ -57,32 +57,30 @@ def tally_answers(
     verifier: str,
     notion: Notion,
     pool: Scorer,
-    correct_at: float,
-    component: str | None = None,
+    is_correct: Callable[[RewardResult], bool],
 ) -> list[Tally]:
     """Leaves out responses without a final answer; numbers compare by value. If the verifier compares, correct answers are
     equal, and two others are if one is correct when the other is expected.
     """
-    answers = [[_final_answer(response.text, verifier) for response in group] for group in groups]
-    classes = [{answer: answer for answer in texts if answer is not None} for texts in answers]
+    answered = [
+        [(answer, response.correct) for response in group if (answer := _final_answer(response.text, verifier)) is not None]
+        for group in groups
+    ]
+    classes = [{answer: answer for answer, _ in pairs} for pairs in answered]
     if notion == "verifier":
-        right = [_right_answers(*pair) for pair in zip(groups, answers, strict=True)]
+        right = [[answer for answer, correct in pairs if correct] for pairs in answered]
         equal = [(number, texts[0], other) for number, texts in enumerate(right) for other in texts[1:]]
         if verifier not in ("exact", "last_word", "last_number"):  # their final answer is the whole comparison
             wrong = [[answer for answer in of if answer not in texts] for of, texts in zip(classes, right, strict=True)]
-            equal += _equal_for_the_verifier(problems, wrong, pool, correct_at, component)
+            equal += _equal_for_the_verifier(problems, wrong, pool, is_correct)
         for number, one, other in equal:
             of, into, gone = classes[number], classes[number][one], classes[number][other]
             of.update({answer: into for answer, current in of.items() if current == gone})
-    return [_tally(*counts) for counts in zip(groups, answers, classes, strict=True)]
-
-
-def _right_answers(group: Sequence[Scored], answers: Sequence[str | None]) -> list[str]:
-    return [answer for answer, response in zip(answers, group, strict=True) if answer is not None and response.correct]
+    return [_tally(*counts) for counts in zip(answered, classes, strict=True)]
 
 
 def _equal_for_the_verifier(
-    problems: Sequence[Problem], answers: Sequence[Sequence[str]], pool: Scorer, correct_at: float, component: str | None
+    problems: Sequence[Problem], answers: Sequence[Sequence[str]], pool: Scorer, is_correct: Callable[[RewardResult], bool]
 ) -> Iterator[tuple[int, str, str]]:
     """Yields (problem's index, answer, equal answer), except for two numbers."""
     pairs = [
@@ -94,15 +92,14 @@ def _equal_for_the_verifier(
     if pairs:
         items = [(replace(problems[number], answer=one), f"\\boxed{{{other}}}") for number, one, other in pairs]
         results = pool.score(items, list(range(len(items))))
-        yield from (pair for pair, result in zip(pairs, results, strict=True) if result.is_correct(correct_at, component))
+        yield from (pair for pair, result in zip(pairs, results, strict=True) if is_correct(result))
 
 
-def _tally(group: Sequence[Scored], answers: Sequence[str | None], classes: dict[str, str]) -> Tally:
+def _tally(answered: Sequence[tuple[str, bool]], classes: Mapping[str, str]) -> Tally:
     counts: dict[str, tuple[int, int]] = {}
-    for response, answer in zip(group, answers, strict=True):
-        if answer is not None:
-            total, correct = counts.get(classes[answer], (0, 0))
-            counts[classes[answer]] = total + 1, correct + response.correct
+    for answer, is_correct in answered:
+        total, correct = counts.get(classes[answer], (0, 0))
+        counts[classes[answer]] = total + 1, correct + is_correct
     return list(counts.values())
 
 

@@ -110,13 +110,12 @@ class EvaluationResult:
 
     @property
     def warnings(self) -> list[str]:
-        of_sets = [(f"evaluation of {item.of.name}", len(item.errors), next(iter(item.errors), "")) for item in self.sets]
-        heldout = self.failures - sum(count for _, count, _ in of_sets)
-        counts = [("evaluation", heldout, self.first_failure), *of_sets]
+        causes = {f"evaluation of {item.of.name}": item.errors for item in self.sets}
+        causes = {"evaluation": [] if self.heldout is None else self.heldout.errors, **causes}
         return [
-            f"{what}: {count} responses could not be scored; they count as wrong; the first: {cause}"
-            for what, count, cause in counts
-            if count
+            f"{what}: {len(errors)} responses could not be scored; they count as wrong; the first: {errors[0]}"
+            for what, errors in causes.items()
+            if errors
         ]
 
 
@@ -143,6 +142,9 @@ class EvaluationSet:
     @property
     def correct_field(self) -> str:
         return f"evaluate.sets.{self.name}.correct" if self.name else "evaluate.correct"
+
+    def is_correct(self, result: RewardResult) -> bool:
+        return result.is_correct(self.correct_at, self.correct)
 
     @classmethod
     def load_all(cls, config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
@@ -288,13 +290,7 @@ def _evaluate(of: EvaluationSet, generate: Generate, tokenizer: Tokenizer, pool:
     tallies: Sequence[Tally | None] = [None] * len(of.problems)
     if of.notion is not None and of.samples:
         tallies = tally_answers(
-            of.problems,
-            sampled,
-            verifier=of.verifier,
-            notion=of.notion,
-            pool=pool,
-            correct_at=of.correct_at,
-            component=of.correct,
+            of.problems, sampled, verifier=of.verifier, notion=of.notion, pool=pool, is_correct=of.is_correct
         )
     results = [
         _ProblemResult(problem, one, several, _figures(of, one, several, tally))
@@ -328,7 +324,7 @@ def _score_groups(
             len(response.response_ids),
             response.finish_reason,
             result,
-            result.is_correct(of.correct_at, of.correct),
+            of.is_correct(result),
             response.turns(tokenizer.decode),
             response.model_tokens,
         )

@@ -129,7 +129,8 @@ def tally(
 
     pool: Any = SimpleNamespace(score=score)
     problems = [Problem("p", "what?", "1/2")]
-    found = tally_answers(problems, [responses], verifier=verifier, notion=notion, pool=pool, correct_at=1.0)
+    settings: Any = {"verifier": verifier, "notion": notion, "pool": pool, "is_correct": lambda result: result.is_correct(1.0)}
+    found = tally_answers(problems, [responses], **settings)
     return sorted(found[0]), asked
 
 
