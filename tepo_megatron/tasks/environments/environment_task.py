@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -92,24 +91,20 @@ class EnvironmentTask(Task):
         """``max_new_tokens``: per turn. ``truncation``: more fields of ``Sampling``."""
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
-        with self._counted_apart(), self.stream(inner, lambda index: problems[index]) as stream:
-            for index in range(len(prompts)):
-                prompt = episode_prompt(self._environment, self._tokenizer, problems[index])
-                stream.submit(index, prompt, prompt_seed(seed, index), n)
-            while stream.unfinished:
-                if (finished := stream.next(None)) is not None:
-                    groups[finished[0]][finished[1]] = finished[2]
-                    if len(groups[finished[0]]) == n and on_progress is not None:
-                        on_progress(sum(len(group) == n for group in groups), len(prompts))
-        return [[group[index] for index in range(n)] for group in groups]
-
-    @contextmanager
-    def _counted_apart(self) -> Iterator[None]:
-        counted, self._counts = self._counts, defaultdict(float)  # a row counts only the step's episodes
+        counted = self._counts.copy()  # a row counts only the step's episodes
         try:
-            yield
+            with self.stream(inner, lambda index: problems[index]) as stream:
+                for index in range(len(prompts)):
+                    prompt = episode_prompt(self._environment, self._tokenizer, problems[index])
+                    stream.submit(index, prompt, prompt_seed(seed, index), n)
+                while stream.unfinished:
+                    if (finished := stream.next(None)) is not None:
+                        groups[finished[0]][finished[1]] = finished[2]
+                        if len(groups[finished[0]]) == n and on_progress is not None:
+                            on_progress(sum(len(group) == n for group in groups), len(prompts))
         finally:
             self._counts = counted
+        return [[group[index] for index in range(n)] for group in groups]
 
     def note(self, episode: Episode, response: Response) -> None:
         self._counts["episodes"] += 1
