@@ -295,7 +295,6 @@ class AgentSession:
     tool_calls: str
     reward_ends: bool = False
     posted: Any = None
-    malformed: bool = False
     result: Any = None
     error: BaseException | None = None
     _said: list[Message] = field(default_factory=list)
@@ -393,14 +392,15 @@ class AgentSession:
         request, self._request = self._request, None
         return request
 
-    def give(self, action: ResponseText) -> None:
+    def give(self, action: ResponseText) -> bool:
+        """Returns whether a tool call cannot be read."""
         turn = self._turn
         assert turn is not None, "nothing was asked"
         answer = ChatAnswer.read(action, self.tool_calls)
-        self.malformed = answer.malformed
         self._said.append(answer.message)
         if not turn.answer.done():
             turn.answer.set_result(answer.completion(turn.asked.model, action))
+        return answer.malformed
 
     def close(self) -> None:
         self._closed = True

@@ -70,7 +70,7 @@ class Agents:
                 "metadata": dict(problem.metadata),
                 "messages": messages or [{"role": "user", "content": problem.prompt}],
             }
-            self.address.offer({"problem": shown, "base_url": url, "api_key": key, "seed": seed})
+            self.address.offers.put_nowait({"problem": shown, "base_url": url, "api_key": key, "seed": seed})
             return
         loop = asyncio.get_running_loop()
         arguments = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
@@ -114,15 +114,14 @@ class _AgentEpisode:
         return request
 
     async def step(self, action: ResponseText) -> StepResult:
-        self._session.give(action)
-        malformed = self._session.malformed
+        malformed = self._session.give(action)
         request: Any = await self._next()  # only this package makes such an observation
         if request is not None:
             return StepResult(request, tool_error=malformed)
         return StepResult(reward=self._reward(action), done=True, tool_error=malformed)
 
     def close(self) -> None:
-        self._agents.address.close(self._key)
+        self._agents.address.sessions.pop(self._key, None)
         self._session.close()
 
     async def _next(self) -> ChatRequest | None:
@@ -176,8 +175,8 @@ class _ChatAddress:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
-        self._sessions: dict[str, AgentSession] = {}
-        self._offers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self.sessions: dict[str, AgentSession] = {}  # by key
+        self.offers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()  # episodes for external agents
         self._starting: asyncio.Task[str] | None = None
         self._strangers = Strangers()
 
@@ -189,14 +188,8 @@ class _ChatAddress:
 
     def open(self, session: AgentSession) -> str:
         key = f"tepo-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
+        self.sessions[key] = session
         return key
-
-    def close(self, key: str) -> None:
-        self._sessions.pop(key, None)
-
-    def offer(self, episode: Mapping[str, Any]) -> None:
-        self._offers.put_nowait(episode)
 
     async def _start(self) -> str:
         app = web.Application(client_max_size=self._settings["max_request_mb"] * 10**6, middlewares=[_with_errors])
@@ -222,8 +215,7 @@ class _ChatAddress:
         return f"http://{_HOST}:{server.sockets[0].getsockname()[1]}/v1"
 
     def _session(self, request: web.Request) -> AgentSession:
-        key = _key_of(request)
-        session = self._sessions.get(key)
+        session = self.sessions.get(_key_of(request))
         if session is None:
             raise RefusedError(
                 "no episode has this API key: it is over, or the agent does not send the key that it was given",
@@ -279,9 +271,9 @@ class _ChatAddress:
         self._strangers.discard(request.transport)
         try:
             async with asyncio.timeout(_LONGEST_WAIT_S):
-                offer = await self._offers.get()
-                while offer["api_key"] not in self._sessions:  # the episode ended before it was fetched
-                    offer = await self._offers.get()
+                offer = await self.offers.get()
+                while offer["api_key"] not in self.sessions:  # the episode ended before it was fetched
+                    offer = await self.offers.get()
         except TimeoutError:
             return web.Response(status=204)
         return web.json_response(offer)

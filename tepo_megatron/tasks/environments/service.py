@@ -177,7 +177,8 @@ def _is_call(item: Any) -> bool:
     return False
 
 
-def _take(queue: SimpleQueue[Any], wait_s: float) -> list[Any]:
+def _take(queue: SimpleQueue[Any], wait_s: float | None) -> list[Any]:
+    """Waits for the first one only."""
     results = []
     with suppress(Empty):
         results.append(queue.get(timeout=wait_s))
@@ -373,9 +374,7 @@ class RemoteEnvironments:
 
     def _hand_over(self, server: _RemoteServer) -> None:
         while not self._closed.is_set():
-            calls = [server.outbox.get()]
-            while not server.outbox.empty():
-                calls.append(server.outbox.get())
+            calls = _take(server.outbox, None)
             if None in calls:
                 return
             self._post(server, f"{_SESSIONS}/{server.session}/calls", calls)

@@ -297,7 +297,7 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
     async def scene(address: Any, client: httpx.AsyncClient) -> None:
         under_way, over = talk(), talk()
         key, old = address.open(under_way), address.open(over)
-        address.close(old)
+        del address.sessions[old]
         for headers in ({}, {"Authorization": ""}, bearer("no"), bearer(key[:-1]), bearer(old), bearer("outside")):
             for found in (
                 await client.post("/v1/chat/completions", json=ASKED, headers=headers),
@@ -309,7 +309,7 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
         assert under_way.posted is over.posted is None
         assert under_way._request is None
         episode = {"problem": {"id": "p"}, "base_url": f"{client.base_url}/v1", "api_key": key, "seed": 3}
-        address.offer(episode)
+        address.offers.put_nowait(episode)
         refused = 404 if outside_key is None else 401
         for headers in ({}, {"Authorization": ""}, bearer("None"), bearer("outsid"), bearer(key)):
             assert (await client.post("/episodes", headers=headers)).status_code == refused
