@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -65,7 +65,7 @@ def evaluate_all(
     plain: SetResult | None = None
     if heldout and (step is None or settings.is_due(None, step, last)):
         like_a_set = EvaluationSetConfig(path="heldout", problems=settings.problems, majority="none")
-        of = replace(_evaluation_set(config, tokenizer, "", like_a_set, heldout), truncation={})  # generate_heldout has its own
+        of = _evaluation_set(config, tokenizer, "", like_a_set, heldout)
         plain = _evaluate(of, generate_heldout, tokenizer, pools[None], seed("evaluate"))
     results = [
         _evaluate(of, generate, tokenizer, pools[of.verifier], seed(f"evaluate/{of.name}"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import chain
@@ -92,9 +91,8 @@ def evaluate_model(
                 seed=lambda _purpose: config.seed,
             )
     _write(output, result)
-    own = result.heldout
-    heldouts = [] if own is None else [replace(own, of=replace(own.of, truncation=truncation))]
-    written = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in (*result.sets, *heldouts)]
+    results = result.sets if result.heldout is None else (*result.sets, result.heldout)
+    written = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in results]
     stored.unlink(missing_ok=True)  # the results have them
     if table:
         console = Terminal.of_output()
