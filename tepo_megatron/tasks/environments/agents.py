@@ -164,7 +164,6 @@ def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str)
 
 
 _HOST = "127.0.0.1"
-_FOLLOWS = {"Cache-Control": "no-cache", "Content-Type": "text/event-stream"}
 _LONGEST_WAIT_S = 60.0
 
 
@@ -237,7 +236,7 @@ class _ChatAddress:
             raise
         if not asked.stream:
             return web.json_response(answer)
-        response = web.StreamResponse(headers=_FOLLOWS)
+        response = web.StreamResponse(headers={"Cache-Control": "no-cache", "Content-Type": "text/event-stream"})
         await response.prepare(request)
         for chunk in ChatAnswer.chunks(answer, usage=asked.usage_in_stream):
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -77,10 +77,7 @@ class EnvironmentService:
         except BaseException:
             self._http.server_close()
             raise
-
-    @property
-    def notice(self) -> str | None:
-        return self._workers.notice
+        self.notice = self._workers.notice
 
     def serve(self) -> None:
         """Returns after ``stop``."""
