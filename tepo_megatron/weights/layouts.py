@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from tepo_megatron.weights.architecture import ModelSpec
@@ -83,24 +84,18 @@ class MegatronParallel:
         dense, expert = (tp, coordinates.tp_rank), (self.expert_tp, coordinates.etp_rank)
         return _lay_out(
             spec,
-            mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, self, coordinates)],
+            mappings=_rank_mappings(spec, self, coordinates),
             split=lambda mapping: dense if mapping.expert is None else expert,
             head_blocks=lambda kind: _megatron_head_blocks(kind, spec, *dense),
             vocab_rows=spec.padded_vocab_size(tp) // tp,
         )
 
     def layouts(self, spec: ModelSpec) -> list[ShardLayout]:
+        """Data-parallel copies share one layout."""
         self.check(spec)
-        same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
-        ranks: list[ShardLayout] = []
-        for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
-            key: tuple[int, ...] = (coordinates.pp_rank, coordinates.tp_rank)
-            key += (coordinates.ep_rank, coordinates.etp_rank) if spec.experts else ()
-            if key not in same:
-                same[key] = self.layout(spec, rank)
-            ranks.append(same[key])
-        return ranks
+        places = [self.coordinates(rank)[: None if spec.experts else 2] for rank in range(self.world_size)]
+        layouts = {place: self.layout(spec, places.index(place)) for place in dict.fromkeys(places)}
+        return [layouts[place] for place in places]
 
 
 def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None) -> _Stages:
@@ -127,37 +122,30 @@ def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | N
             f"{chunks} chunks do not divide a pipeline stage of {uneven[0]} layers; change the virtual pipeline size"
         )
     # An interleaved pipeline goes through all stages once for each chunk, so that a stage holds distant layers.
-    stages: list[list[range]] = [[] for _ in range(pp)]
-    layer = 0
-    for _ in range(chunks):
-        for stage, count in enumerate(counts):
-            stages[stage].append(range(layer, layer + count // chunks))
-            layer += count // chunks
-    return tuple(tuple(stage) for stage in stages)
+    layers = _consecutive([count // chunks for count in counts] * chunks)
+    return tuple(layers[stage::pp] for stage in range(pp))
 
 
-def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _RankCoordinates) -> Iterator[ParamMapping]:
+def _consecutive(counts: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
+
+
+def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _RankCoordinates) -> Iterator[_NamedMapping]:
     stages = parallel.stages_of(spec)
     chunks, pp_rank = stages[coordinates.pp_rank], coordinates.pp_rank
     experts_per_rank = spec.experts.count // parallel.ep if spec.experts else 0
     experts = range(coordinates.ep_rank * experts_per_rank, (coordinates.ep_rank + 1) * experts_per_rank)
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
-
-    def named(mapping: ParamMapping, prefix: str) -> ParamMapping:
-        return replace(mapping, megatron=prefix + mapping.megatron)
-
     if pp_rank == 0:
-        yield named(EMBEDDING, prefixes[0])
+        yield EMBEDDING, prefixes[0] + EMBEDDING.megatron
     for prefix, chunk in zip(prefixes, chunks, strict=True):
         for local, layer in enumerate(chunk):
             for mapping in layer_mappings(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
-                yield named(mapping, prefix)
+                yield mapping, prefix + mapping.megatron
     if pp_rank == len(stages) - 1:
-        yield named(FINAL_NORM, prefixes[-1])
-        if HEAD.applies(spec):
-            yield named(HEAD, prefixes[-1])
-        elif len(stages) > 1:  # a tied head: on one stage it is the embedding itself
-            yield named(replace(EMBEDDING, megatron=HEAD.megatron), prefixes[-1])
+        yield FINAL_NORM, prefixes[-1] + FINAL_NORM.megatron
+        if HEAD.applies(spec) or len(stages) > 1:  # a tied head on one stage is the embedding itself
+            yield HEAD if HEAD.applies(spec) else EMBEDDING, prefixes[-1] + HEAD.megatron
 
 
 def _megatron_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[_RowBlock]:
@@ -254,8 +242,7 @@ class VllmParallel:
         counts = [num_layers // self.pp] * self.pp
         for extra in range(num_layers % self.pp):
             counts[self.pp - 2 - extra] += 1
-        ends = [sum(counts[: stage + 1]) for stage in range(self.pp)]
-        return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+        return _consecutive(counts)
 
     def check(self, spec: ModelSpec) -> None:
         tp, heads = self.tp, spec.num_kv_heads
@@ -291,7 +278,7 @@ class VllmParallel:
 
         return _lay_out(
             spec,
-            mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, self, pp_rank)],
+            mappings=((mapping, mapping.vllm) for mapping in _stage_mappings(spec, self, pp_rank)),
             split=lambda _: split,
             head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),
             vocab_rows=spec.padded_vocab_size(_VOCAB_PADDING) // self.tp,
@@ -323,6 +310,9 @@ def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> I
         yield first * per_rank, (first + 1) * per_rank, queries + (per_rank if kind == "value" else 0)
 
 
+_NamedMapping = tuple[ParamMapping, str]
+"""Has the name of this rank's parameter."""
+
 _RowBlock = tuple[int, int, int]
 """Has the first row, the end, and the first row's place in the parameter."""
 
@@ -330,7 +320,7 @@ _RowBlock = tuple[int, int, int]
 def _lay_out(
     spec: ModelSpec,
     *,
-    mappings: Sequence[tuple[ParamMapping, str]],
+    mappings: Iterable[_NamedMapping],
     split: Callable[[ParamMapping], tuple[int, int]],
     head_blocks: Callable[[SplitKind], Iterable[_RowBlock]],
     vocab_rows: int,
@@ -340,36 +330,29 @@ def _lay_out(
     tensor's place in its parameter.
     """
 
-    def row_blocks(mapping: ParamMapping, rows: int) -> Iterable[_RowBlock]:
-        size, rank = split(mapping)
-        if mapping.split_kind == "vocab":
+    def row_blocks(kind: SplitKind, rows: int, size: int, rank: int) -> Iterable[_RowBlock]:
+        if kind in ("replicated", "columns"):
+            return [(0, rows, 0)]
+        if kind == "vocab":
             return [(rank * vocab_rows, min((rank + 1) * vocab_rows, rows), 0)]
-        if mapping.split_kind in ("gate", "up"):
+        if kind in ("gate", "up"):
             per_rank = rows // size
-            return [(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)]
-        return head_blocks(mapping.split_kind)
-
-    def boxes(mapping: ParamMapping, shape: tuple[int, ...]) -> Iterator[tuple[Box, Box]]:
-        (size, rank), first, zeros = split(mapping), first_row(mapping), (0,) * (len(shape) - 1)
-        if mapping.split_kind == "replicated":
-            yield Box.whole(shape), Box.whole(shape)
-        elif mapping.split_kind == "columns":
-            rows, width = shape[0], shape[1] // size
-            yield Box((0, rank * width), (rows, (rank + 1) * width)), Box((first, 0), (first + rows, width))
-        else:
-            for start, stop, row in row_blocks(mapping, shape[0]):
-                if start < stop:  # empty on a rank whose rows are all padding
-                    begin, end = first + row, first + row + stop - start
-                    yield Box((start, *zeros), (stop, *shape[1:])), Box((begin, *zeros), (end, *shape[1:]))
+            return [(rank * per_rank, (rank + 1) * per_rank, per_rank if kind == "up" else 0)]
+        return head_blocks(kind)
 
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
     for mapping, param in mappings:
-        shape = mapping.shape_in(spec)
-        extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
-        for box, param_box in boxes(mapping, shape):
-            shards.append(Shard(mapping.tensor, box, param, param_box))
-            extent = tuple(map(max, extent, param_box.stop))
+        kind, shape, (size, rank), first = mapping.split_kind, mapping.shape_in(spec), split(mapping), first_row(mapping)
+        extent = (vocab_rows, *shape[1:]) if kind == "vocab" else (0,) * len(shape)
+        columns = Box.whole(shape[1:])
+        if kind == "columns":
+            columns = Box((rank * (shape[1] // size),), ((rank + 1) * (shape[1] // size),))
+        for start, stop, row in row_blocks(kind, shape[0], size, rank):
+            if start < stop:  # empty on a rank whose rows are all padding
+                param_box = Box((first + row, *(0,) * len(columns.shape)), (first + row + stop - start, *columns.shape))
+                shards.append(Shard(mapping.tensor, Box((start, *columns.start), (stop, *columns.stop)), param, param_box))
+                extent = tuple(map(max, extent, param_box.stop))
         # Several tensors may share a fused parameter.
         params[param] = tuple(map(max, extent, params.get(param, extent)))
     return ShardLayout(tensor_shapes(spec), tuple(shards), params)
