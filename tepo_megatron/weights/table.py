@@ -38,14 +38,10 @@ class ParamMapping:
         }
         return self.feature is None or has[self.feature]
 
-    def of_layer(self, layer: int, local: int) -> ParamMapping:
-        """``local`` is the layer's number in its Megatron chunk."""
-        return replace(
-            self,
-            tensor=f"model.layers.{layer}.{self.tensor}",
-            megatron=f"decoder.layers.{local}.{self.megatron}",
-            vllm=f"model.layers.{layer}.{self.vllm}",
-        )
+    def within(self, block: str, megatron_block: str) -> ParamMapping:
+        """Puts the blocks' names before its own; vLLM's block has Hugging Face's name."""
+        tensor, megatron, vllm = f"{block}.{self.tensor}", f"{megatron_block}.{self.megatron}", f"{block}.{self.vllm}"
+        return replace(self, tensor=tensor, megatron=megatron, vllm=vllm)
 
     def shape_in(self, spec: ModelSpec) -> tuple[int, ...]:
         sizes: dict[_Dimension, int] = {
@@ -127,17 +123,17 @@ _FUSED_NORMS = {
 def layer_mappings(
     spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
 ) -> Iterator[ParamMapping]:
-    for mapping in _LAYER:
-        if mapping.applies(spec, layer):
-            fused = _FUSED_NORMS.get(mapping.megatron) if fused_norms else None
-            if spec.has_experts(layer) and mapping.megatron == "pre_mlp_layernorm.weight":
-                fused = None  # the router follows this norm, not a linear layer of Transformer Engine
-            yield (replace(mapping, megatron=fused) if fused else mapping).of_layer(layer, local)
+    """``local`` is the layer's number in its Megatron chunk."""
+    fused = dict(_FUSED_NORMS) if fused_norms else {}
+    expert_mappings: tuple[ParamMapping, ...] = ()
     if spec.experts is not None and spec.has_experts(layer):
-        for mapping in _expert_mappings(
-            spec.architecture, spec.experts, experts or range(spec.experts.count), grouped=fused_norms
-        ):
-            yield mapping.of_layer(layer, local)
+        fused.pop("pre_mlp_layernorm.weight", None)  # the router follows this norm, not a linear layer of Transformer Engine
+        local_experts = experts or range(spec.experts.count)
+        expert_mappings = _expert_mappings(spec.architecture, spec.experts, local_experts, grouped=fused_norms)
+    for mapping in (*_LAYER, *expert_mappings):
+        if mapping.applies(spec, layer):
+            named = replace(mapping, megatron=fused[mapping.megatron]) if mapping.megatron in fused else mapping
+            yield named.within(f"model.layers.{layer}", f"decoder.layers.{local}")
 
 
 @lru_cache(maxsize=256)
@@ -149,16 +145,7 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
         bias = f"{names.block}.gate.{EXPERT_BIAS}"
         mappings.append(ParamMapping(bias, "mlp.router.expert_bias", bias, "replicated", ("experts",)))
     if experts.shared_ffn_size:
-        block = f"{names.block}.shared_experts"
-        mappings += [
-            replace(
-                mapping,
-                tensor=f"{block}.{mapping.tensor}",
-                megatron=f"mlp.shared_experts.{mapping.megatron}",
-                vllm=f"{block}.{mapping.vllm}",
-            )
-            for mapping in _SHARED_EXPERTS
-        ]
+        mappings += [mapping.within(f"{names.block}.shared_experts", "mlp.shared_experts") for mapping in _SHARED_EXPERTS]
     for number, expert in enumerate(local_experts):
         ours = f"{names.block}.experts.{expert}"
         theirs = f"{names.block}.experts.routed_experts"
