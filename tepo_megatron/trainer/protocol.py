@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tepo_megatron.weights.storage.hf_folder import AdapterSettings
     from tepo_megatron.weights.transfer.full_tensors import TensorManifest
     from tepo_megatron.weights.transfer.sender import ShardSender
-    from tepo_megatron.weights.transfer.transport import TransportName
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ class WeightSource(Protocol):
         *,
         local: Mapping[int, int],
         dtype: torch.dtype,
-        transport: TransportName,
+        transport: str,
         timeout_s: float,
         or_gloo: bool = False,
     ) -> ShardSender:

@@ -16,7 +16,7 @@ from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.sender import ReceiveOrder, ShardSender
-from tepo_megatron.weights.transfer.transport import TransportName, connect
+from tepo_megatron.weights.transfer.transport import connect
 from tepo_megatron.weights.transfer.transports import Member, join
 from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
@@ -37,7 +37,7 @@ KINDS = [
 ]
 
 
-def shard_sender(plan: Any, params: dict[str, Tensor], rank: int, device: torch.device, kind: TransportName) -> ShardSender:
+def shard_sender(plan: Any, params: dict[str, Tensor], rank: int, device: torch.device, kind: str) -> ShardSender:
     options: dict[str, Any] = {"broadcast_from_root": lambda value: value, "timeout_s": TIMEOUT_S, "device": device}
     return ShardSender(plan, params, rank=rank, dtype=torch.float32, transport=kind, **options)
 
@@ -51,7 +51,7 @@ def send_updates(sender: ShardSender, params: dict[str, Tensor], updates: int) -
 
 
 def receive_updates(
-    kind: TransportName, rank: int, world: int, device: torch.device, first: dict[str, Tensor], updates: int
+    kind: str, rank: int, world: int, device: torch.device, first: dict[str, Tensor], updates: int
 ) -> tuple[Any, Any, list[bool]]:
     """The order, the group, and whether each update has brought what it should."""
     place = [""]
@@ -67,7 +67,7 @@ def receive_updates(
     return order, group, right
 
 
-def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
+def sends(kind: str, device: torch.device, updates: int, dies: bool) -> Any:
     plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
     params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
     sender = shard_sender(plan, params, 0, device, kind)
@@ -84,7 +84,7 @@ def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -
     return failed_after
 
 
-def receives(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
+def receives(kind: str, device: torch.device, updates: int, dies: bool) -> Any:
     _, group, right = receive_updates(kind, 1, 2, device, parameters(DESTINATIONS, MODEL)[0], updates)
     if dies:
         time.sleep(1)
@@ -92,21 +92,21 @@ def receives(kind: TransportName, device: torch.device, updates: int, dies: bool
     return right
 
 
-def work(rank: int, world: int, kind: TransportName, updates: int, dies: bool) -> Any:
+def work(rank: int, world: int, kind: str, updates: int, dies: bool) -> Any:
     device = torch.device("cuda", rank if kind == "nccl" else 0)
     torch.cuda.set_device(device)
     return (receives if rank else sends)(kind, device, updates, dies)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_value_arrives_update_after_update(kind: TransportName) -> None:
+def test_every_value_arrives_update_after_update(kind: str) -> None:
     _, right = run_dist(2, work, kind, UPDATES, False)
     assert right == [True] * UPDATES
 
 
 @pytest.mark.parametrize("updates", [0, UPDATES])  # NCCL has not connected the two before their first message
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: TransportName, updates: int) -> None:
+def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: str, updates: int) -> None:
     failed_after, right = run_dist(2, work, kind, updates, True)
     assert right == [True] * updates
     assert 0 <= failed_after < TIMEOUT_S / 2

@@ -13,7 +13,6 @@ from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import find_transport
 
 
@@ -35,7 +34,7 @@ class Placement:
         return self.config.engine.wants_gpus and self.machine.gpus > 0
 
     @property
-    def transport(self) -> TransportName:
+    def transport(self) -> str:
         if self.server.transport != "auto":
             return self.server.transport
         if not self.on_gpus:

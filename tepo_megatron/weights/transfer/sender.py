@@ -12,25 +12,8 @@ from torch import Tensor
 from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.geometry import ReshardPlan
-from tepo_megatron.weights.transfer.move import (
-    SINGLE_SEGMENT_BYTES,
-    MoveEnd,
-    Queues,
-    message_limits,
-    message_sizes,
-    queues,
-    send,
-    wire_dtype,
-)
-from tepo_megatron.weights.transfer.transport import (
-    RelayRoutes,
-    Rendezvous,
-    TransferGroup,
-    TransportName,
-    connect,
-    listen,
-    local_address,
-)
+from tepo_megatron.weights.transfer import move
+from tepo_megatron.weights.transfer.transport import RelayRoutes, Rendezvous, TransferGroup, connect, listen, local_address
 from tepo_megatron.weights.transfer.transports import Member, find_transport, join
 from tepo_megatron.weights.transfer.transports.ipc import source_routes
 
@@ -54,16 +37,16 @@ class ShardSender:
         broadcast_from_root: Callable[[Any], Any],
         timeout_s: float,
         device: torch.device | None = None,
-        transport: TransportName = "gloo",
+        transport: str = "gloo",
         or_gloo: bool = False,
     ) -> None:
         self.num_sources, self.world_size = plan.num_sources, plan.world_size
         self._plan, self._params, self._rank, self._timeout_s = plan, params, rank, timeout_s
         self._broadcast_from_root = broadcast_from_root
-        self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
-        self._limit, self._alone = message_limits(plan, find_transport(transport))
+        self._wire = move.wire_dtype(next(iter(params.values())).dtype, dtype)
+        self._limit, self._alone = move.message_limits(plan, find_transport(transport))
         sizes = {"itemsize": self._wire.itemsize, "limit": self._limit, "alone": self._alone}
-        self._outgoing = queues(MoveEnd.of(plan, rank), **sizes)
+        self._outgoing = move.queues(move.MoveEnd.of(plan, rank), **sizes)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
         # Without NCCL the trainer's ranks cannot send from GPU to GPU: messages to another GPU then take gloo.
         passes_on = transport == "ipc" and is_nccl_available()
@@ -81,7 +64,7 @@ class ShardSender:
         for destination in range(self._plan.num_destinations):
             worker = self.num_sources + destination
             order = ReceiveOrder(
-                MoveEnd.of(self._plan, worker),
+                move.MoveEnd.of(self._plan, worker),
                 str(self._wire).removeprefix("torch."),
                 self._limit,
                 self._transport,
@@ -104,7 +87,7 @@ class ShardSender:
             host, place = self._rendezvous
             store = self._store = self._store or connect(host, place, self._timeout_s)
             receivers = {
-                peer: max(message_sizes(queue, self._wire.itemsize))
+                peer: max(move.message_sizes(queue, self._wire.itemsize))
                 for peer, queue in self._outgoing.items()
                 if self._plan.local.get(peer - self.num_sources) == self._rank
             }
@@ -124,7 +107,7 @@ class ShardSender:
         assert self._group is not None
         self._group.cancelled = cancelled
         with torch.no_grad():
-            send(self._group, self._outgoing, self._params, self._wire)
+            move.send(self._group, self._outgoing, self._params, self._wire)
         self._group.finish()
 
     def finish_update(self, arrived: bool) -> str:
@@ -178,11 +161,11 @@ class ShardSender:
 class ReceiveOrder:
     """``near`` is the sender on the worker's GPU; if ``relayed``, other GPUs' messages come through it."""
 
-    ends: list[MoveEnd]
+    ends: list[move.MoveEnd]
     dtype: str
     limit: int
-    transport: TransportName = "gloo"
-    alone: int = SINGLE_SEGMENT_BYTES
+    transport: str = "gloo"
+    alone: int = move.SINGLE_SEGMENT_BYTES
     near: int | None = None
     relayed: bool = False
     or_gloo: bool = False
@@ -203,8 +186,8 @@ class ReceiveOrder:
         return getattr(torch, self.dtype)
 
     @cached_property
-    def incoming(self) -> Queues:
-        return queues(self.ends, itemsize=self.wire.itemsize, limit=self.limit, alone=self.alone)
+    def incoming(self) -> move.Queues:
+        return move.queues(self.ends, itemsize=self.wire.itemsize, limit=self.limit, alone=self.alone)
 
     @property
     def writers(self) -> dict[int, int]:

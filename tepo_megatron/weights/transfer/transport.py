@@ -21,8 +21,6 @@ from tepo_megatron.runtime.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"  # vLLM's name of the receiving engine
 
-TransportName = str
-
 _MEMBERS_POLL_INTERVAL_S = 0.02
 
 _JOINED, _LEFT = "joined", "left"

@@ -23,7 +23,7 @@ from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import sender, transports
 from tepo_megatron.weights.transfer.sender import ShardSender
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportName, TransportSpec, connect, listen
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, connect, listen
 from tepo_megatron.weights.transfer.transports import Introduction, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tests.support.programs import TIMEOUT_S
@@ -262,7 +262,7 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
     root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)
     other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=TIMEOUT_S), **options)
 
-    def enter(name: TransportName, store: Any, member: Member, *args: Any, **options: Any) -> Any:
+    def enter(name: str, store: Any, member: Member, *args: Any, **options: Any) -> Any:
         if member.rank == 1:
             raise RuntimeError("no room for slots")
         return join(name, store, member, *args, **options)
@@ -281,6 +281,6 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
 
 
 @pytest.mark.parametrize("name", ["nccl", "ipc"])
-def test_a_member_without_a_gpu_is_told_what_to_set(name: TransportName) -> None:
+def test_a_member_without_a_gpu_is_told_what_to_set(name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {name} needs CUDA on both"):
         join(name, HashStore(), Member(1, 2, CPU, HOST), 1.0)

@@ -24,7 +24,6 @@ from tepo_megatron.weights.storage.hf_folder import AdapterSettings, write_model
 from tepo_megatron.weights.transfer.digests import fingerprint
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan, TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
-from tepo_megatron.weights.transfer.transport import TransportName
 
 T = TypeVar("T")
 
@@ -92,7 +91,7 @@ class PolicyWeights:
         *,
         local: Mapping[int, int],
         dtype: torch.dtype,
-        transport: TransportName,
+        transport: str,
         timeout_s: float,
         or_gloo: bool = False,
     ) -> ShardSender:

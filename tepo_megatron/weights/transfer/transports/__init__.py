@@ -16,14 +16,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.proc import boot_id
-from tepo_megatron.weights.transfer.transport import (
-    Member,
-    Rendezvous,
-    TransferGroup,
-    TransportName,
-    TransportSpec,
-    is_loopback,
-)
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransferGroup, TransportSpec, is_loopback
 
 __all__ = ["Member", "find_transport", "join", "transport_names"]
 
@@ -32,7 +25,7 @@ def transport_names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
-def find_transport(name: TransportName) -> TransportSpec:
+def find_transport(name: str) -> TransportSpec:
     if name not in transport_names():
         raise ValueError(f"rollout.server.transport = {name} is not known; known: {', '.join(transport_names())}")
     return import_module(f"{__name__}.{name}").TRANSPORT
@@ -97,7 +90,7 @@ class Introduction:
         return f"{self.name} ({self.address})"
 
 
-def join(name: TransportName, store: Store, member: Member, timeout_s: float, *, or_gloo: bool = False) -> TransferGroup:
+def join(name: str, store: Store, member: Member, timeout_s: float, *, or_gloo: bool = False) -> TransferGroup:
     """``or_gloo``, equal on all members: gloo replaces NCCL if two share a GPU.
 
     Raises RuntimeError if a member is late, leaves or lacks the transport.
