@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from tepo_megatron.weights import table
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
-from tepo_megatron.weights.table import (
-    EMBEDDING,
-    EXPERT_NAMES,
-    FINAL_NORM,
-    HEAD,
-    ParamMapping,
-    SplitKind,
-    layer_mappings,
-    tensor_shapes,
-)
+from tepo_megatron.weights.table import ParamMapping, SplitKind
 
 _Stages = tuple[tuple[range, ...], ...]
 """Layers of each chunk of each stage."""
@@ -91,9 +83,10 @@ class MegatronParallel:
         )
 
     def layouts(self, spec: ModelSpec) -> list[ShardLayout]:
-        """Data-parallel copies share one layout."""
         self.check(spec)
-        places = [self.coordinates(rank)[: None if spec.experts else 2] for rank in range(self.world_size)]
+        # data-parallel copies share one layout
+        ranks = map(self.coordinates, range(self.world_size))
+        places = [(rank.pp_rank, rank.tp_rank, *((rank.ep_rank, rank.etp_rank) if spec.experts else ())) for rank in ranks]
         layouts = {place: self.layout(spec, places.index(place)) for place in dict.fromkeys(places)}
         return [layouts[place] for place in places]
 
@@ -137,15 +130,15 @@ def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _Ra
     experts = range(coordinates.ep_rank * experts_per_rank, (coordinates.ep_rank + 1) * experts_per_rank)
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
     if pp_rank == 0:
-        yield EMBEDDING, prefixes[0] + EMBEDDING.megatron
+        yield table.EMBEDDING, prefixes[0] + table.EMBEDDING.megatron
     for prefix, chunk in zip(prefixes, chunks, strict=True):
         for local, layer in enumerate(chunk):
-            for mapping in layer_mappings(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
+            for mapping in table.layer_mappings(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
                 yield mapping, prefix + mapping.megatron
     if pp_rank == len(stages) - 1:
-        yield FINAL_NORM, prefixes[-1] + FINAL_NORM.megatron
-        if HEAD.applies(spec) or len(stages) > 1:  # a tied head on one stage is the embedding itself
-            yield HEAD if HEAD.applies(spec) else EMBEDDING, prefixes[-1] + HEAD.megatron
+        yield table.FINAL_NORM, prefixes[-1] + table.FINAL_NORM.megatron
+        if table.HEAD.applies(spec) or len(stages) > 1:  # a tied head on one stage is the embedding itself
+            yield table.HEAD if table.HEAD.applies(spec) else table.EMBEDDING, prefixes[-1] + table.HEAD.megatron
 
 
 def _megatron_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[_RowBlock]:
@@ -287,16 +280,16 @@ class VllmParallel:
 
 
 def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> Iterator[ParamMapping]:
-    everywhere = spec.experts is not None and EXPERT_NAMES[spec.architecture].ends_everywhere
+    everywhere = spec.experts is not None and table.EXPERT_NAMES[spec.architecture].ends_everywhere
     is_first, is_last = (pp_rank == end or everywhere for end in (0, parallel.pp - 1))
     if is_first or (is_last and spec.tied_embeddings):
-        yield EMBEDDING
+        yield table.EMBEDDING
     for layer in parallel.stages(spec.num_layers)[pp_rank]:
-        yield from layer_mappings(spec, layer, layer)
+        yield from table.layer_mappings(spec, layer, layer)
     if is_last:
-        yield FINAL_NORM
-        if HEAD.applies(spec):
-            yield HEAD
+        yield table.FINAL_NORM
+        if table.HEAD.applies(spec):
+            yield table.HEAD
 
 
 def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[_RowBlock]:
@@ -310,8 +303,7 @@ def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> I
         yield first * per_rank, (first + 1) * per_rank, queries + (per_rank if kind == "value" else 0)
 
 
-_NamedMapping = tuple[ParamMapping, str]
-"""Has the name of this rank's parameter."""
+_NamedMapping = tuple[ParamMapping, str]  # and the name of this rank's parameter
 
 _RowBlock = tuple[int, int, int]
 """Has the first row, the end, and the first row's place in the parameter."""
@@ -355,4 +347,4 @@ def _lay_out(
                 extent = tuple(map(max, extent, param_box.stop))
         # Several tensors may share a fused parameter.
         params[param] = tuple(map(max, extent, params.get(param, extent)))
-    return ShardLayout(tensor_shapes(spec), tuple(shards), params)
+    return ShardLayout(table.tensor_shapes(spec), tuple(shards), params)

@@ -39,7 +39,7 @@ class ParamMapping:
         return self.feature is None or has[self.feature]
 
     def within(self, block: str, megatron_block: str) -> ParamMapping:
-        """Puts the blocks' names before its own; vLLM's block has Hugging Face's name."""
+        """vLLM's block is named as Hugging Face's."""
         tensor, megatron, vllm = f"{block}.{self.tensor}", f"{megatron_block}.{self.megatron}", f"{block}.{self.vllm}"
         return replace(self, tensor=tensor, megatron=megatron, vllm=vllm)
 
