@@ -108,9 +108,6 @@ class TensorDigests:
         values = {name: tuple(digests[index] % 2**64 for digests in pairs) for name, index in self._index.items()}
         return {name: (sent, arrived) for name, (sent, arrived) in values.items() if sent != arrived}
 
-    def differences(self, other: Tensor) -> list[str]:
-        return [f"{name!r} (sent {a:016x}, arrived {b:016x})" for name, (a, b) in self.different(other).items()]
-
 
 @lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:

@@ -305,7 +305,8 @@ class _Exchange:
         for peer, digests in self.digests.items():
             self.wait(peer)
             sent[peer] = sent[peer].cpu()
-            wrong += [f"{what} from rank {peer}" for what in digests.differences(sent[peer])]
+            different = digests.different(sent[peer]).items()
+            wrong += [f"{name!r} (sent {a:016x}, arrived {b:016x}) from rank {peer}" for name, (a, b) in different]
         if wrong:
             named = "; ".join(wrong[:_MAX_NAMED]) + (f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else "")
             raise RuntimeError(

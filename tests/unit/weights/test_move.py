@@ -248,5 +248,5 @@ def test_the_digests_of_a_tensor_depend_on_which_segment_came_first() -> None:
     for one, other in ((3, 5), (5, 3)):
         first.add("a", torch.tensor(one))
         second.add("a", torch.tensor(other))
-    assert first.differences(second.as_tensor())
-    assert not first.differences(first.as_tensor())
+    assert first.different(second.as_tensor())
+    assert not first.different(first.as_tensor())
