@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.weights.architecture import is_always_fp32
-from tepo_megatron.weights.geometry import Shard, ShardLayout
+from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 _BUCKET_BYTES = 64 * 2**20
@@ -113,13 +113,11 @@ class GatherPlan:
 
     def __init__(self, layouts: Sequence[ShardLayout]) -> None:
         self.shapes = layouts[0].shapes
-        self.owners: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.shapes}
-        taken = set()
+        by_box: dict[str, dict[Box, tuple[int, Shard]]] = {name: {} for name in self.shapes}
         for rank, layout in enumerate(layouts):
             for shard in layout.shards:
-                if (shard.tensor, shard.box) not in taken:
-                    taken.add((shard.tensor, shard.box))
-                    self.owners[shard.tensor].append((rank, shard))
+                by_box[shard.tensor].setdefault(shard.box, (rank, shard))
+        self.owners = {name: list(owners.values()) for name, owners in by_box.items()}
         for name, shape in self.shapes.items():
             covered = sum(shard.box.numel for _, shard in self.owners[name])
             if covered != math.prod(shape):
