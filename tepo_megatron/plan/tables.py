@@ -52,16 +52,13 @@ def _unset(config: RunConfig) -> Iterator[str]:
                 yield f"cluster.{name}: Slurm's default"
         if cluster.container is None and cluster.python == "python":
             yield "cluster.container, or cluster.python: whatever 'python' is on the nodes"
+    if cluster.ssh is not None or cluster.is_one_job:
+        return
     images = {"cluster.container": cluster.container, "cluster.rollout_container": cluster.rollout_container}
-    files = [(name, image) for name, image in images.items() if image is not None and image.startswith("/")]
-    paths = [*files, ("model.path", config.model.path), *(("data.train", source.path) for source in data.train_sources)]
+    paths = [(name, image) for name, image in images.items() if image is not None and image.startswith("/")]
+    paths += [("model.path", config.model.path), *(("data.train", source.path) for source in data.train_sources)]
     for name, path in [*paths, *(("data.heldout", source.path) for source in data.heldout_sources)]:
-        if (
-            cluster.ssh is None
-            and not cluster.is_one_job
-            and not path.startswith((BUILTIN, HUB))
-            and not Path(path).expanduser().exists()
-        ):
+        if not path.startswith((BUILTIN, HUB)) and not Path(path).expanduser().exists():
             yield f"{name}: {path} is not on this machine; every node must see it"
 
 
