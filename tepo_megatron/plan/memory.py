@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, model_parameters, resolve_spec
@@ -41,7 +41,7 @@ _PROCESS = 6 * GIB  # an assumption
 class _Terms:
     @property
     def terms(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     @property
     def total(self) -> float:
