@@ -55,7 +55,8 @@ def write_scripts(config: RunConfig, job: str) -> dict[str, str]:
 def _arguments(config: RunConfig, job: str) -> dict[str, dict[str, Any]]:
     """Returns the arguments of NeMo-Run's executor, without secrets, by the role that it runs; "job" runs all."""
     if config.cluster.is_one_job:
-        return {"job": _OF_JOB[config.cluster.executor](config, job)}
+        of_job = {"skypilot": _skypilot, "dgxcloud": _dgxcloud, "lepton": _lepton, "kubernetes": _kubernetes}
+        return {"job": of_job[config.cluster.executor](config, job)}
     return {role.name: _of_role(config, role) for role in Job(config).roles}
 
 
@@ -163,14 +164,6 @@ def _kubernetes(config: RunConfig, job: str) -> dict[str, Any]:
         "workdir_pvc_path": scripts[1],
         "train_job_basename": f"{TITLE}-{job}",
     }
-
-
-_OF_JOB: dict[str, Callable[[RunConfig, str], dict[str, Any]]] = {
-    "skypilot": _skypilot,
-    "dgxcloud": _dgxcloud,
-    "lepton": _lepton,
-    "kubernetes": _kubernetes,
-}
 
 
 def _mount_of(path: Path | PurePosixPath, cluster: ClusterConfig) -> tuple[str, str]:
