@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
-from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
+from tepo_megatron.weights.architecture import LLAMA3_ROPE, ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages_of
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -38,13 +38,7 @@ def _known(
     }
 
 
-_LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA_ROPE = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6}
 _QWEN3_MOE = {**_QWEN3, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,12 @@ def is_always_fp32(tensor: str) -> bool:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling; Megatron-Core hard-codes the other three constants."""
+    """Llama 3's scaling; Megatron-Core hard-codes the constants of ``LLAMA3_ROPE``."""
 
     factor: float
+
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,6 @@ class Experts:
     biased: bool = False
     scale: float = 1.0
     shared_ffn_size: int = 0
-
-    @property
-    def number_bytes(self) -> int:
-        """One byte holds 255 experts and "unknown"."""
-        return 1 if self.count <= 255 else 2
 
 
 @dataclass(frozen=True)
@@ -170,6 +168,7 @@ class ModelSpec:
             _refuse_unsupported(raw, family, where)
             heads = _size(raw, "num_attention_heads", where)
             rope = {**raw, **_rope_parameters(raw)}
+            rotary_fraction = rope.get("partial_rotary_factor", family.rotary_fraction) if family.rotary_fraction else 1.0
             rope_theta, rope_scaling = _rope(raw, where)
             spec = cls(
                 architecture=architecture,
@@ -188,11 +187,7 @@ class ModelSpec:
                 qkv_bias=_feature(raw, family.qkv_bias),
                 qk_norm=_feature(raw, family.qk_norm),
                 experts=_experts(raw, family, where) if family.experts else None,
-                rotary_fraction=_number(
-                    rope.get("partial_rotary_factor", family.rotary_fraction), "partial_rotary_factor", where
-                )
-                if family.rotary_fraction
-                else 1.0,
+                rotary_fraction=_number(rotary_fraction, "partial_rotary_factor", where),
                 dense_layers=_size(raw, "first_k_dense_replace", where, smallest=0) if family.shared else 0,
                 dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
             )
@@ -219,13 +214,14 @@ class ModelSpec:
 
     @property
     def route_bytes(self) -> int:
-        return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
+        sizes = {"uint8": 1, "int16": 2}
+        return 0 if self.experts is None else self.num_layers * self.experts.per_token * sizes[self.routes_dtype]
 
     @property
     def routes_dtype(self) -> str:
-        """NumPy's name; the plan has no NumPy."""
+        """NumPy's name; the plan has no NumPy. One byte holds 255 experts and "unknown"."""
         assert self.experts is not None
-        return {1: "uint8", 2: "int16"}[self.experts.number_bytes]
+        return "uint8" if self.experts.count <= 255 else "int16"
 
     def routes_fault(self, routes: Any, tokens: int) -> str | None:
         """Returns the end of a sentence, or None if the routing record, an array or None, can be replayed for ``tokens``."""
@@ -272,26 +268,22 @@ class ModelSpec:
                 "(max_position_embeddings in its config.json); lower them"
             )
 
-    def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
+    def check_recompute(self, modules: Collection[str], *, transformer_engine: bool) -> None:
         has_experts, te_only = self.experts is not None, "which Megatron-Core has in Transformer Engine's layers alone"
         without = f"which is for models with experts, and {self.architecture} has none; name mlp instead"
         every = f"and every MLP of {self.architecture} is one of experts; name moe instead"
+        fused = "but Transformer Engine computes the norms of a dense layer within its linears and keeps none; leave it out"
         refusals = (
             ("mlp", has_experts and not self.dense_layers, every),
             ("moe", not has_experts, without),
             ("moe_act", not has_experts, without),
             ("moe_act", not transformer_engine, f"{te_only} (engine.layers = te); name moe instead"),
             ("layernorm", not transformer_engine, f"{te_only}; leave it out, or set engine.layers = te"),
-            (
-                "layernorm",
-                not has_experts,
-                "but Transformer Engine computes the norms of a dense layer within its linears and keeps none; leave it out",
-            ),
+            ("layernorm", not has_experts, fused),
         )
-        for module in modules:
-            for name, refused, reason in refusals:
-                if module == name and refused:
-                    raise ValueError(f"engine.recompute_modules has {module}, {reason}")
+        for name, refused, reason in refusals:
+            if refused and name in modules:
+                raise ValueError(f"engine.recompute_modules has {name}, {reason}")
 
     def check_balance(self, kind: str) -> None:
         if kind != "none" and self.experts is None:
@@ -432,7 +424,6 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
-    constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind != "llama3" or any(parameters.get(key) != value for key, value in constants.items()):
-        raise ValueError(f"{where}: rope scaling {parameters} is not supported; known: default, llama3 with {constants}")
+    if kind != "llama3" or any(parameters.get(key) != value for key, value in LLAMA3_ROPE.items()):
+        raise ValueError(f"{where}: rope scaling {parameters} is not supported; known: default, llama3 with {LLAMA3_ROPE}")
     return theta, RopeScaling(factor=_number(parameters["factor"], "rope scaling's factor", where))
