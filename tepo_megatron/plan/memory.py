@@ -10,7 +10,7 @@ from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, ModelSplit, model_parame
 from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 _SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
 
@@ -27,8 +27,6 @@ _IPC_SLOTS = GIB / 8  # at most, for the weights from a training rank; ``weights
 BATCH_BYTES_PER_TOKEN = 29  # tokens and labels 8 each, mask 1; three log-probs or entropies 4 each
 
 _FP8_COPIES = 2  # by rows and by columns
-
-_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 PART_ELEMENTS = 2**26  # weights per part in ``trainer/megatron/policy/__init__.py``
 
@@ -276,7 +274,7 @@ class TrainingRanks:
         """Per owned weight, on the GPU."""
         optimizer = self.config.optimizer
         master = 0 if self.config.dtype() == "float32" else 2 if optimizer.store_param_remainders else 4
-        moments = _MOMENT_BYTES[optimizer.exp_avg_dtype] + _MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+        moments = ELEMENT_BYTES[optimizer.exp_avg_dtype] + ELEMENT_BYTES[optimizer.exp_avg_sq_dtype]
         return (1 - optimizer.offload_fraction) * (master + moments)
 
     @property
