@@ -58,6 +58,14 @@ class ParamMapping:
         return tuple(sizes[dimension] for dimension in self.shape)
 
 
+def _mlp(size: _Dimension, feature: _Feature | None = None) -> tuple[ParamMapping, ...]:
+    return (
+        ParamMapping("gate_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "gate", (size, "hidden"), feature),
+        ParamMapping("up_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "up", (size, "hidden"), feature),
+        ParamMapping("down_proj.weight", "linear_fc2.weight", "down_proj.weight", "columns", ("hidden", size), feature),
+    )
+
+
 _QKV, _QKV_VLLM = "self_attention.linear_qkv", "self_attn.qkv_proj"
 
 # fmt: off
@@ -77,12 +85,7 @@ _LAYER = (
                  ("hidden", "heads")),
     ParamMapping("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated",
                  ("hidden",)),
-    ParamMapping("mlp.gate_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate",
-                 ("dense_ffn", "hidden"), "dense_mlp"),
-    ParamMapping("mlp.up_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "up",
-                 ("dense_ffn", "hidden"), "dense_mlp"),
-    ParamMapping("mlp.down_proj.weight", "mlp.linear_fc2.weight", "mlp.down_proj.weight", "columns",
-                 ("hidden", "dense_ffn"), "dense_mlp"),
+    *(mapping.within("mlp", "mlp") for mapping in _mlp("dense_ffn", "dense_mlp")),
 )
 EMBEDDING = ParamMapping("model.embed_tokens.weight", "embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab",
                          ("vocab", "hidden"))
@@ -106,12 +109,6 @@ EXPERT_NAMES = {
     "Qwen3MoeForCausalLM": _ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
     "Glm4MoeForCausalLM": _ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ends_everywhere=False),
 }
-
-_SHARED_EXPERTS = (
-    ParamMapping("gate_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "gate", ("shared_ffn", "hidden")),
-    ParamMapping("up_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "up", ("shared_ffn", "hidden")),
-    ParamMapping("down_proj.weight", "linear_fc2.weight", "down_proj.weight", "columns", ("hidden", "shared_ffn")),
-)
 
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -145,7 +142,7 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
         bias = f"{names.block}.gate.{EXPERT_BIAS}"
         mappings.append(ParamMapping(bias, "mlp.router.expert_bias", bias, "replicated", ("experts",)))
     if experts.shared_ffn_size:
-        mappings += [mapping.within(f"{names.block}.shared_experts", "mlp.shared_experts") for mapping in _SHARED_EXPERTS]
+        mappings += [mapping.within(f"{names.block}.shared_experts", "mlp.shared_experts") for mapping in _mlp("shared_ffn")]
     for number, expert in enumerate(local_experts):
         ours = f"{names.block}.experts.{expert}"
         theirs = f"{names.block}.experts.routed_experts"
