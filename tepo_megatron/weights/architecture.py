@@ -97,6 +97,8 @@ _SUPPORTED = {
 
 EXPERT_BIAS = "e_score_correction_bias"
 
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
 
 def is_always_fp32(tensor: str) -> bool:
     return tensor.endswith(EXPERT_BIAS)
@@ -107,9 +109,6 @@ class RopeScaling:
     """Llama 3's scaling; Megatron-Core hard-codes the constants of ``LLAMA3_ROPE``."""
 
     factor: float
-
-
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ SHARD_BYTES = 4 * 2**30
 
 _PART = "part-{:05d}.safetensors"  # until the number of parts is known
 
-
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."

@@ -16,7 +16,6 @@ _CHUNK = 2**20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
-
 _BLOCK_WORDS = 512
 
 BLOCK_BYTES = 8 * _BLOCK_WORDS

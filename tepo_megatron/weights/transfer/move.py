@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal
 
 import torch
@@ -26,13 +26,10 @@ _MAX_NAMED = 8
 
 _Direction = Literal["sending", "receiving"]
 
-
 _LARGEST_MESSAGE = 64 * 2**20  # more would only delay what is packed or unpacked meanwhile
 
 SINGLE_SEGMENT_BYTES = 256 * 2**10
 """From this size segments travel alone between host memories, without a copy if contiguous."""
-
-_FP32_BYTES = 4
 
 WINDOW = 2
 """One message travels while the next is packed or unpacked."""
@@ -65,9 +62,9 @@ class MoveEnd:
         return ends
 
     def on_wire(self, itemsize: int) -> MoveEnd:
-        if not self.fp32 or itemsize >= _FP32_BYTES:
+        if not self.fp32 or itemsize >= torch.float32.itemsize:
             return self
-        units, box = _FP32_BYTES // itemsize, self.region.box
+        units, box = torch.float32.itemsize // itemsize, self.region.box
         wider = Box(tuple(units * index for index in box.start), tuple(units * index for index in box.stop))
         return replace(self, region=Region(wider, self.region.count, units * self.region.step), units=units)
 
@@ -193,9 +190,8 @@ def receive(
     """
     exchange = _Exchange("receiving", transport, incoming, params, wire)
     missing: Counter[str] = Counter()
-    for queue in incoming.values():
-        for segment in (segment for message in queue for segment in message):
-            missing[segment.end.name] += segment.numel
+    for segment in chain.from_iterable(message for queue in incoming.values() for message in queue):
+        missing[segment.end.name] += segment.numel
     arriving: dict[int, dict[int, Tensor]] = {}
     for number in range(-WINDOW, exchange.rounds):  # below 0 there is nothing to wait for, only messages to start
         for peer, message in exchange.messages(number):

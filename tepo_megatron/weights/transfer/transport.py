@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,10 +32,10 @@ class TransferGroup(Protocol):
     Messages of one ``round`` travel together. Two ranks start theirs in the same order, round by round.
     """
 
-    cancelled: Callable[[], bool]
+    cancelled: Callable[[], bool] = staticmethod(lambda: False)
     """Endless waits poll it; if true, the message fails."""
 
-    rounds: int
+    rounds: int = 0
     """A sender joins at least so many rounds before the digests', also without messages."""
 
     def device(self, peer: int) -> torch.device:
@@ -43,6 +43,7 @@ class TransferGroup(Protocol):
 
     def round(self) -> AbstractContextManager[None]:
         """Messages start only inside, at least one per block."""
+        return nullcontext()
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """``data`` is contiguous, and must not change until ``wait``."""
@@ -54,6 +55,7 @@ class TransferGroup(Protocol):
 
     def finish(self) -> None:
         """Ends a trainer rank's update, when relayed messages have arrived."""
+        return  # nothing to do without them
 
     def close(self) -> None:
         """Pending waits of the other members fail."""

@@ -81,7 +81,6 @@ PARAMETERS, GIB = PUBLISHED["Qwen2.5-7B"], 2**30
 SPEC = resolve_spec("Qwen2.5-7B")[0]
 FP32 = ("store_param_remainders=false", "exp_avg_dtype=float32", "exp_avg_sq_dtype=float32")
 
-
 REPLAY = "rollout.replay=/nowhere"
 """Without servers, whose weight sync takes seconds to plan."""
 

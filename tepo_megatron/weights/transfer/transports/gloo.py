@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,17 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
+from tepo_megatron.weights.transfer.transport import Rendezvous, TransferGroup, TransportSpec
 
 _POLL_INTERVAL_S = 1e-4
 
 _CLOSE_GRACE_S = 2.0
 """An interpreter that exits while a group is closing aborts."""
 
-_CPU = torch.device("cpu")
 
-
-class GlooGroup:
+class GlooGroup(TransferGroup):
     """The constructor returns when all have joined, or raises RuntimeError. ``host`` selects the interface."""
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -32,15 +29,9 @@ class GlooGroup:
         with self._rendezvous.forming_group():
             self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
         self._pending: dict[tuple[int, int], Any] = {}
-        self.cancelled: Callable[[], bool] = lambda: False
-
-    rounds = 0
 
     def device(self, peer: int) -> torch.device:
-        return _CPU
-
-    def round(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # connections are independent of each other
+        return torch.device("cpu")
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         self._pending[peer, number] = self.start_send(data, peer, number)
@@ -65,8 +56,6 @@ class GlooGroup:
             time.sleep(_POLL_INTERVAL_S)
         work.wait()
 
-    def finish(self) -> None: ...
-
     def close(self) -> None:
         """Uses a thread: destroying a gloo group waits for pending operations, up to their time-out."""
         Rendezvous.announce_departure(self._rendezvous.store)
@@ -77,8 +66,6 @@ class GlooGroup:
         closing.join(_CLOSE_GRACE_S)
 
 
-def _join(store: Store, member: Member, timeout_s: float) -> GlooGroup:
-    return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
-
-
-TRANSPORT = TransportSpec(join=_join)
+TRANSPORT = TransportSpec(
+    join=lambda store, member, timeout_s: GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 
-class _IpcGroup:
+class _IpcGroup(TransferGroup):
     """``written`` is by (source, worker), ``read`` by source."""
 
     def __init__(
@@ -31,13 +30,12 @@ class _IpcGroup:
         handles: _CudaHandles,
         written: Mapping[tuple[int, int], _Slots],
         read: Mapping[int, _Slots],
-        relay: _Relay | None = None,
+        relay: _Relay | None,
     ) -> None:
         self._gloo, self._rank, self._device, self._handles = gloo, member.rank, member.device, handles
         self._written, self._read, self._relay = dict(written), dict(read), relay
         self._via, self.rounds = member.routes.via, member.routes.rounds
         self._pending: dict[tuple[int, int], Callable[[], None]] = {}
-        self.cancelled: Callable[[], bool] = lambda: False
         if relay is not None:  # gloo's waits end by themselves
             relay.leg.cancelled = lambda: self.cancelled()
 
@@ -45,8 +43,8 @@ class _IpcGroup:
         has_slots = (self._rank, peer) in self._written or peer in self._read
         return self._device if has_slots else self._carrier(peer).device(peer)
 
-    def round(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._relay is None else self._relay.round()
+    def round(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._relay is None else self._relay.round()
 
     def _carrier(self, peer: int) -> GlooGroup | _Relay:
         return self._gloo if self._relay is None or peer not in self._via else self._relay

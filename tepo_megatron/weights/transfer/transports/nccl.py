@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.machine import changed_environment
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransferGroup, TransportSpec
 
 _POLL_INTERVAL_S = 5e-5
 
@@ -25,10 +25,8 @@ FAILURE_POLL_INTERVAL_S = 0.2
 _ABORT_GRACE_S = 10.0
 """An abort can hang in the driver; training continues with a new communicator."""
 
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-
-class _NcclGroup:
+class _NcclGroup(TransferGroup):
     def __init__(
         self, group: Any, abort: Callable[[], None], rendezvous: Rendezvous, device: torch.device, timeout_s: float
     ) -> None:
@@ -40,14 +38,11 @@ class _NcclGroup:
         self._deadline = 0.0
         self._in_call, self._closed = threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, name="watch-transfer", daemon=True)
-        self.cancelled: Callable[[], bool] = lambda: False
-
-    rounds = 0
 
     def device(self, peer: int) -> torch.device:
         return self._device
 
-    @contextlib.contextmanager
+    @contextmanager
     def round(self) -> Iterator[None]:
         started: list[tuple[int, int]] = []
         self._round = started
@@ -116,8 +111,6 @@ class _NcclGroup:
             time.sleep(_POLL_INTERVAL_S)
         work.wait()  # raises the round's error, if it has one
 
-    def finish(self) -> None: ...
-
     def close(self) -> None:
         Rendezvous.announce_departure(self._rendezvous.store)
         self._pending, self._closed = {}, True
@@ -143,7 +136,7 @@ def _process_group(store: Store, rank: int, world_size: int) -> tuple[Any, Any]:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=365)  # `wait` has the limit; after one of torch's, the process is ended minutes later
-    with changed_environment(**{_ERROR_HANDLING: "0"}):  # by default torch ends the process when an operation fails
+    with changed_environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):  # by default torch ends the process when an operation fails
         backend = ProcessGroupNCCL(store, rank, world_size, options)
     group = ProcessGroup(store, rank, world_size)
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
