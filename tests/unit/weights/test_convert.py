@@ -50,10 +50,7 @@ def make_model(
     generator = torch.Generator().manual_seed(seed)
     shapes = tensor_shapes(read_model_spec(folder))
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    out = folder.with_name(folder.name + "-written")
-    write_model(out, tensors.items(), source=folder, dtype=dtype, shard_bytes=shard_bytes)
-    shutil.rmtree(folder)
-    out.rename(folder)
+    write_model(folder, tensors.items(), source=folder, dtype=dtype, shard_bytes=shard_bytes)
     return folder
 
 
