@@ -19,18 +19,8 @@ from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.runtime.worker_child import running_time
 from tepo_megatron.sampler.protocol import CacheReading, ReadBack, Scores
 from tepo_megatron.sampler.sampling import Sample, Sampling
+from tepo_megatron.sampler.vllm import wire
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
-from tepo_megatron.sampler.vllm.wire import (
-    ABORT,
-    ADAPTER_NAME,
-    FACTS,
-    PROGRESS,
-    READ_BACK,
-    SAMPLES,
-    USE_ADAPTER,
-    BadAnswer,
-    read_responses,
-)
 from tepo_megatron.weights.architecture import ModelSpec
 
 _SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
@@ -38,7 +28,7 @@ _SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
 GENERATE = "/inference/v1/generate"
 """vLLM's route for token ids, which scores prompts here."""
 
-_REPEATED = (GENERATE, READ_BACK, SAMPLES)  # by their callers, after a ServerFault
+_REPEATED = (GENERATE, wire.READ_BACK, wire.SAMPLES)  # by their callers, after a ServerFault
 
 _PROBES = 20
 _MAX_INTERVAL_S = 5.0
@@ -117,7 +107,7 @@ class Client:
         limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
         try:
             health = self._http.get("/health", timeout=limit, extensions=self._traced)
-            reply = self._http.get(PROGRESS, timeout=limit, extensions=self._traced) if health.is_success else health
+            reply = self._http.get(wire.PROGRESS, timeout=limit, extensions=self._traced) if health.is_success else health
         except httpx.ConnectError as error:
             raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
@@ -130,7 +120,7 @@ class Client:
     def facts(self) -> str:
         """Is empty if the server does not say."""
         with suppress(RuntimeError):  # an older plugin; of a server that is gone the next request says why
-            return str(self._post(FACTS, timeout=httpx.Timeout(HEALTH_TIMEOUT_S)).get("facts", ""))
+            return str(self._post(wire.FACTS, timeout=httpx.Timeout(HEALTH_TIMEOUT_S)).get("facts", ""))
         return ""
 
     def draw(
@@ -173,9 +163,9 @@ class Client:
             ],
         }
         # Closed here: the garbage collector could do it while a thread holds the lock that this needs.
-        with closing(self._stream(SAMPLES, body, self._unbounded)) as pieces:
+        with closing(self._stream(wire.SAMPLES, body, self._unbounded)) as pieces:
             try:
-                yield from read_responses(
+                yield from wire.read_responses(
                     pieces,
                     {sample.index: sample for sample in samples},
                     versions,
@@ -186,12 +176,12 @@ class Client:
                     cached=cached,
                     is_aborted=is_aborted,
                 )
-            except BadAnswer as error:
-                message = f"{self.url} {error} (POST {SAMPLES})"
+            except wire.BadAnswer as error:
+                message = f"{self.url} {error} (POST {wire.SAMPLES})"
                 raise ServerFault(message, url=self.url) if error.repeat else RuntimeError(message) from error
 
     def abort(self, names: Sequence[str]) -> None:
-        self._post(ABORT, {"ids": list(names)})
+        self._post(wire.ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         return self.score(prompt, timeout=self._unbounded).logprobs
@@ -229,11 +219,11 @@ class Client:
 
     def read_back(self) -> ReadBack:
         self._check_awake()
-        reply = self._post(READ_BACK, timeout=self._unbounded)
+        reply = self._post(wire.READ_BACK, timeout=self._unbounded)
         try:
             return ReadBack([str(name) for name in reply["changed"]], float(reply["share"]))
         except (KeyError, TypeError, ValueError) as error:
-            message = f"{self.url} answered with something else than what its weights are: {error!r} (POST {READ_BACK})"
+            message = f"{self.url} answered with something else than what its weights are: {error!r} (POST {wire.READ_BACK})"
             raise ServerFault(message, url=self.url) from error
 
     def pause(self, *, keep_cache: bool = False) -> None:
@@ -277,8 +267,8 @@ class Client:
         self._post("/update_weights", {"update_info": info}, self._unbounded)
 
     def use_adapter(self) -> None:
-        self._post(USE_ADAPTER)
-        self._model = ADAPTER_NAME
+        self._post(wire.USE_ADAPTER)
+        self._model = wire.ADAPTER_NAME
 
     def finish_weight_update(self, version: WeightsVersion) -> None:
         self._post("/finish_weight_update", {"weight_version": version.label})

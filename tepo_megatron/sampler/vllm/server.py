@@ -24,25 +24,7 @@ from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import SamplerOptions
-from tepo_megatron.sampler.vllm.resources import (
-    check_machine,
-    check_quantization,
-    listens_as_this_user,
-    read_vocab_size,
-    reserve_port,
-    worker_cores,
-)
-from tepo_megatron.sampler.vllm.wire import (
-    ADAPTER_VARIABLE,
-    AWAITS_VARIABLE,
-    DUMMY_FORMAT,
-    FORK_VARIABLE,
-    KEY_VARIABLE,
-    PROGRESS,
-    ROUTES_VARIABLE,
-    SPECULATES_VARIABLE,
-    named_tokens,
-)
+from tepo_megatron.sampler.vllm import resources, wire
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 HEALTH_TIMEOUT_S = 30.0
@@ -93,13 +75,13 @@ class Server:
     _reserved: socket.socket | None = None
 
     def __post_init__(self) -> None:
-        check_quantization(self.config.quantization)
+        resources.check_quantization(self.config.quantization)
         if self.config.speculative is None or (draft := self.config.speculative.draft_model) is None:
             return
         field = f"rollout.server.speculative.draft_model = {draft}"
         if not (draft / "config.json").is_file():
             raise ValueError(f"{field} is no folder with a model: it has no config.json; name one in Hugging Face's format")
-        size, draft_size = read_vocab_size(self.model_dir), read_vocab_size(draft)
+        size, draft_size = resources.read_vocab_size(self.model_dir), resources.read_vocab_size(draft)
         if size != draft_size:
             raise ValueError(
                 f"{field} has a vocabulary of {draft_size} tokens, and the model in {self.model_dir} one of {size}: its "
@@ -114,7 +96,7 @@ class Server:
     def start(self, taken: Collection[int] = ()) -> None:
         """Raises RuntimeError if no port is free."""
         self.stop()
-        self._reserved = reserve_port(self.config.host, self.config.port, taken)
+        self._reserved = resources.reserve_port(self.config.host, self.config.port, taken)
         self.port = self._reserved.getsockname()[1]
         on_gpu = _has_gpu()
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +137,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
-        return self.alive and self.is_healthy(self.url) and listens_as_this_user(self.config.host, self.port)
+        return self.alive and self.is_healthy(self.url) and resources.listens_as_this_user(self.config.host, self.port)
 
     def stop(self) -> None:
         """Waits seconds between SIGTERM and SIGKILL."""
@@ -209,7 +191,7 @@ class Server:
             "--weight-transfer-config": f'{{"backend": "{BACKEND}"}}',
             "--logprobs-mode": "processed_logprobs",  # of the sampled distribution, with its temperature
             "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
-            "--max-logprobs": named_tokens(MOST_KEPT),  # a sampling mask is made of them
+            "--max-logprobs": wire.named_tokens(MOST_KEPT),  # a sampling mask is made of them
         }
         if config.quantization != "none":
             options["--quantization"] = config.quantization
@@ -220,7 +202,7 @@ class Server:
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
         if self.dummy:
-            options["--load-format"] = DUMMY_FORMAT
+            options["--load-format"] = wire.DUMMY_FORMAT
         if self.adapter_rank is not None:
             rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter_rank)
             options |= {"--max-lora-rank": rank, "--max-loras": 1, "--max-cpu-loras": 1}
@@ -278,7 +260,7 @@ class Server:
         if environment.get(_ALLOCATOR) == "expandable_segments:True":  # ``train.sh``; it breaks vLLM's own all-reduce
             del environment[_ALLOCATOR]
         environment |= {
-            KEY_VARIABLE: self.key,
+            wire.KEY_VARIABLE: self.key,
             "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; the plugin's middleware guards them
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
@@ -305,11 +287,11 @@ class Server:
             # the first requests would wait for the compilation of a few small functions
             environment["TORCHDYNAMO_DISABLE"] = "1"
         switches = {
-            FORK_VARIABLE: self._forks(on_gpu),
-            SPECULATES_VARIABLE: self.config.speculative is not None,
-            ROUTES_VARIABLE: self.config.routing_replay,
-            AWAITS_VARIABLE: self.dummy or self.adapter_rank is not None,
-            ADAPTER_VARIABLE: self.adapter_rank is not None,
+            wire.FORK_VARIABLE: self._forks(on_gpu),
+            wire.SPECULATES_VARIABLE: self.config.speculative is not None,
+            wire.ROUTES_VARIABLE: self.config.routing_replay,
+            wire.AWAITS_VARIABLE: self.dummy or self.adapter_rank is not None,
+            wire.ADAPTER_VARIABLE: self.adapter_rank is not None,
         }
         return environment | {name: "1" for name, is_set in switches.items() if is_set}
 
@@ -328,7 +310,7 @@ class Server:
         """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError for too few resources."""
         model_dir, adapter_rank, first_gpu = options["model_dir"], options.get("adapter_rank"), options.get("first_gpu", 0)
         weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-        check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
+        resources.check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
         gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
         return [
             Server(
@@ -344,7 +326,7 @@ class Server:
                 adapter_rank=adapter_rank,
                 tokenizer=options.get("tokenizer", False),
             )
-            for slot, (number, cores) in enumerate(zip(numbers, worker_cores(config, len(numbers)), strict=True))
+            for slot, (number, cores) in enumerate(zip(numbers, resources.worker_cores(config, len(numbers)), strict=True))
         ]
 
     @staticmethod
@@ -354,9 +336,9 @@ class Server:
     @staticmethod
     def is_usable(url: str, key: str) -> bool:
         """False within a weight update, or if one was broken off."""
-        reply = _get(url, PROGRESS, {"Authorization": f"Bearer {key}"})
+        reply = _get(url, wire.PROGRESS, {"Authorization": f"Bearer {key}"})
         with suppress(ValueError):
-            return reply is not None and parse_json(reply, PROGRESS, dict).get("updating") is False
+            return reply is not None and parse_json(reply, wire.PROGRESS, dict).get("updating") is False
         return False
 
 

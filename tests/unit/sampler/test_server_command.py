@@ -25,17 +25,10 @@ from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.machine import Machine, read_cores, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import sampler_spec
+from tepo_megatron.sampler.vllm import wire
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
 from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization
 from tepo_megatron.sampler.vllm.server import Server
-from tepo_megatron.sampler.vllm.wire import (
-    ADAPTER_VARIABLE,
-    AWAITS_VARIABLE,
-    DUMMY_FORMAT,
-    FORK_VARIABLE,
-    ROUTES_VARIABLE,
-    SPECULATES_VARIABLE,
-)
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 from tests.support.reshard_models import MOE, small_spec
@@ -59,10 +52,10 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2
         ({"placement": "colocated"}, "0", True, "--enable-sleep-mode", ""),
         ({"quantization": "fp8_per_channel"}, "0", False, "--quantization fp8_per_channel", ""),
         ({"head_dtype": "float32"}, "0", True, '--hf-overrides {"head_dtype": "float32"}', ""),
-        ({"speculative": {"num_speculative_tokens": 3}}, "0", False, f"--speculative-config {NGRAM}", SPECULATES_VARIABLE),
-        ({"routing_replay": True}, "0", False, "--enable-return-routed-experts", ROUTES_VARIABLE),
-        ({"routing_replay": True}, "nobind", False, WORKER, ROUTES_VARIABLE),
-        ({"routing_replay": True}, "0", True, "--enable-return-routed-experts", ROUTES_VARIABLE),  # vLLM's own worker does
+        ({"speculative": {"num_speculative_tokens": 3}}, "0", False, f"--speculative-config {NGRAM}", wire.SPECULATES_VARIABLE),
+        ({"routing_replay": True}, "0", False, "--enable-return-routed-experts", wire.ROUTES_VARIABLE),
+        ({"routing_replay": True}, "nobind", False, WORKER, wire.ROUTES_VARIABLE),
+        ({"routing_replay": True}, "0", True, "--enable-return-routed-experts", wire.ROUTES_VARIABLE),  # vLLM's own worker does
         ({"interface": "ib0"}, "0", True, "", "NCCL_SOCKET_IFNAME"),
     ],
 )
@@ -116,7 +109,7 @@ def test_servers_get_their_gpus_in_order_by_the_trainers_names(tmp_path: Path, m
 def test_processes_are_forks_where_each_worker_has_its_cores(cores: str, tp: int, on_gpu: bool, forks: bool) -> None:
     made = server(ServerConfig(tp=tp), cores=cores)
     command = made.command(on_gpu=on_gpu)
-    assert (FORK_VARIABLE in made.environment(on_gpu=on_gpu)) == (WORKER in " ".join(command)) == forks
+    assert (wire.FORK_VARIABLE in made.environment(on_gpu=on_gpu)) == (WORKER in " ".join(command)) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
     assert command[1:3] == ["-m", "tepo_megatron.sampler.vllm.plugin.start" if forks else "vllm.entrypoints.openai.api_server"]
 
@@ -145,7 +138,7 @@ def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: 
     command = made.command(on_gpu=True)
     assert command[command.index("--max-lora-rank") + 1] == str(served)
     assert "--enable-lora" in command
-    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= made.environment(on_gpu=True).keys()
+    assert {wire.AWAITS_VARIABLE, wire.ADAPTER_VARIABLE} <= made.environment(on_gpu=True).keys()
     assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
 
 
@@ -169,7 +162,7 @@ def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: 
 def test_servers_of_a_training_run_read_no_weights_and_others_do(trained: bool, config: dict[str, Any], dummy: bool) -> None:
     assert ServerConfig.model_validate(config).starts_with_dummies(trained=trained) == dummy
     made = server(ServerConfig(), dummy=dummy)
-    assert (DUMMY_FORMAT in made.command(on_gpu=True)) == (AWAITS_VARIABLE in made.environment(on_gpu=True)) == dummy
+    assert (wire.DUMMY_FORMAT in made.command(on_gpu=True)) == (wire.AWAITS_VARIABLE in made.environment(on_gpu=True)) == dummy
 
 
 # -- speculation and quantization
@@ -364,7 +357,7 @@ def test_dummies_leave_what_no_checkpoint_brings_as_the_model_made_it() -> None:
 
     model, theirs = layer(), layer()
     before = model.weight.detach().clone()
-    get_model_loader(LoadConfig(load_format=DUMMY_FORMAT)).load_weights(model, None)
+    get_model_loader(LoadConfig(load_format=wire.DUMMY_FORMAT)).load_weights(model, None)
     assert not torch.equal(model.weight, before)
     assert model.get_buffer("scale").tolist() == [1.0] * 3
     assert model.get_buffer("angles").tolist() == [0.0, 1.0, 2.0]

@@ -4,15 +4,8 @@ import gc
 import os
 from functools import cache
 
+from tepo_megatron.sampler.vllm import wire
 from tepo_megatron.sampler.vllm.plugin import patches
-from tepo_megatron.sampler.vllm.wire import (
-    ADAPTER_VARIABLE,
-    AWAITS_VARIABLE,
-    FORK_VARIABLE,
-    KEY_VARIABLE,
-    ROUTES_VARIABLE,
-    SPECULATES_VARIABLE,
-)
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 
@@ -30,19 +23,19 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.sampler.vllm.plugin.engine", "TransferEngine")
-    if os.environ.get(ROUTES_VARIABLE):
+    if os.environ.get(wire.ROUTES_VARIABLE):
         _allow_routes()
-    if os.environ.get(AWAITS_VARIABLE):
+    if os.environ.get(wire.AWAITS_VARIABLE):
         from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
-    if os.environ.get(ADAPTER_VARIABLE):
+    if os.environ.get(wire.ADAPTER_VARIABLE):
         patches.load_adapters_from_memory()
-    if os.environ.get(FORK_VARIABLE):
+    if os.environ.get(wire.FORK_VARIABLE):
         patches.fork_processes()
         patches.rest_while_waiting()
         if not gc.isenabled():  # see start.py
             gc.freeze()
             gc.enable()
-    if os.environ.get(SPECULATES_VARIABLE):
+    if os.environ.get(wire.SPECULATES_VARIABLE):
         patches.mend_expansion()
-    if key := os.environ.get(KEY_VARIABLE):
+    if key := os.environ.get(wire.KEY_VARIABLE):
         patches.sign_objects(key)

@@ -9,19 +9,11 @@ import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers import vocab_parallel_embedding as embedding
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.online.fp8 import (
-    Fp8PerBlockOnlineLinearMethod,
-    Fp8PerBlockOnlineMoEMethod,
-    OnlineLinearBase,
-)
+from vllm.model_executor.layers.quantization.online import fp8
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -174,13 +166,10 @@ WorkerBase.tepo_read_back = lambda worker: worker.weight_transfer_engine.read_ba
 
 def _process_tied_heads(model: torch.nn.Module) -> None:
     """vLLM's reload would keep a tied head's packed old weight."""
-    plain = [
-        module
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
-    ]
-    for head in plain:
-        if isinstance(head, ParallelLMHead) and any(other is not head and other.weight is head.weight for other in plain):
+    embeddings = (module for module in model.modules() if isinstance(module, embedding.VocabParallelEmbedding))
+    plain = [module for module in embeddings if isinstance(module.quant_method, embedding.UnquantizedEmbeddingMethod)]
+    for head in (module for module in plain if isinstance(module, embedding.ParallelLMHead)):
+        if any(other is not head and other.weight is head.weight for other in plain):
             head.quant_method.process_weights_after_loading(head)
 
 
@@ -209,9 +198,9 @@ class _DummyWeights(DummyModelLoader):  # type: ignore[misc]
 Place = tuple[torch.nn.Module, str]
 
 _MOST_UNPACKED = 2**32  # multiplications: under a second
-_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
-_ONLINE = (OnlineLinearBase, OnlineMoEMethodBase)
-_ONLINE_WITHIN_A_SHARD = (Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMethod)
+_PLAIN = (UnquantizedLinearMethod, embedding.UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+_ONLINE = (fp8.OnlineLinearBase, OnlineMoEMethodBase)
+_ONLINE_WITHIN_A_SHARD = (fp8.Fp8PerBlockOnlineLinearMethod, fp8.Fp8PerBlockOnlineMoEMethod)
 
 
 class ShardLoader(Mapping[str, Tensor]):
@@ -361,5 +350,5 @@ def _wanted(place: Place) -> int:
     module, attribute = place
     original = get_layerwise_info(module).restore_metadata[0].get(attribute)
     shape = (original if original is not None else getattr(module, attribute)).shape  # a bias is never taken away
-    rows = module.shard_indices.num_org_elements if isinstance(module, VocabParallelEmbedding) else shape[0]
+    rows = module.shard_indices.num_org_elements if isinstance(module, embedding.VocabParallelEmbedding) else shape[0]
     return rows * shape[1:].numel()

@@ -17,29 +17,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from tepo_megatron.sampler.vllm.wire import (
-    ABORT,
-    ADAPTER_NAME,
-    ADAPTER_PATH,
-    AWAITS_VARIABLE,
-    FACTS,
-    KEY_VARIABLE,
-    PROGRESS,
-    READ_BACK,
-    SAMPLES,
-    USE_ADAPTER,
-    head_frame,
-    named_tokens,
-    response_frame,
-)
+from tepo_megatron.sampler.vllm import wire
 
 _HEALTH, _OPENS, _CLOSES = "/health", "/finish_weight_update", "/sleep"
 _UPDATES, _UPDATED = ("/init_weight_transfer_engine", "/pause"), "/resume"
 
 ALLOWED = frozenset(
     {
-        *(_HEALTH, PROGRESS, FACTS, "/metrics", "/version", "/v1/models", "/is_sleeping", "/is_paused"),
-        *(ABORT, "/pause", "/resume", _CLOSES, "/wake_up", "/reset_prefix_cache"),
+        *(_HEALTH, wire.PROGRESS, wire.FACTS, "/metrics", "/version", "/v1/models", "/is_sleeping", "/is_paused"),
+        *(wire.ABORT, "/pause", "/resume", _CLOSES, "/wake_up", "/reset_prefix_cache"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", _OPENS),
     }
 )
@@ -59,17 +45,17 @@ class Middleware:
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(wire.KEY_VARIABLE)
         if not key:
-            raise RuntimeError(f"the environment variable {KEY_VARIABLE} is not set; this server must not run without a key")
+            raise RuntimeError(f"the environment has no {wire.KEY_VARIABLE}; this server must not run without a key")
         self._app = app
         self._expected = f"Bearer {key}".encode()
-        self._has_weights = not os.environ.get(AWAITS_VARIABLE)
+        self._has_weights = not os.environ.get(wire.AWAITS_VARIABLE)
         self._is_updating = False
         self._open: dict[str, list[str]] = {}
         """Request id → the engine's names of its samples."""
-        self._routes = {SAMPLES: self._draw, ABORT: self._abort, PROGRESS: self._progress, FACTS: _facts}
-        self._routes |= {USE_ADAPTER: _use_adapter, READ_BACK: _read_back}
+        self._routes = {wire.SAMPLES: self._draw, wire.ABORT: self._abort, wire.PROGRESS: self._progress, wire.FACTS: _facts}
+        self._routes |= {wire.USE_ADAPTER: _use_adapter, wire.READ_BACK: _read_back}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -134,9 +120,9 @@ class Middleware:
         try:
             for done in asyncio.as_completed(tasks):
                 yield await done
-            yield head_frame({"end": len(tasks)})
+            yield wire.head_frame({"end": len(tasks)})
         except Exception as error:
-            yield head_frame({"error": str(error) or type(error).__name__, "status": _status(error)})
+            yield wire.head_frame({"error": str(error) or type(error).__name__, "status": _status(error)})
         finally:  # also if the client has closed
             del self._open[samples.id]
             for task in tasks:
@@ -163,12 +149,12 @@ class _Samples:
         self.names = [f"tepo-{self.id}-{index}" for index in range(len(self._samples))]
         self._options: dict[str, Any] = {"priority": int(body.get("priority", 0))}
         # The adapters that the trainer sends are a model of their own, which vLLM knows by this name.
-        if body.get("model") == ADAPTER_NAME:
-            self._options["lora_request"] = state.openai_serving_models.lora_requests[ADAPTER_NAME]
+        if body.get("model") == wire.ADAPTER_NAME:
+            self._options["lora_request"] = state.openai_serving_models.lora_requests[wire.ADAPTER_NAME]
         self._cache_salt, self._counts_cached = body.get("cache_salt"), bool(body.get("count_cached"))
         self._others = 0
         if body.get("sampling_mask"):
-            self._others = min(named_tokens(body["sampling"]["top_k"]), self._engine.model_config.get_vocab_size())
+            self._others = min(wire.named_tokens(body["sampling"]["top_k"]), self._engine.model_config.get_vocab_size())
         fixed = {
             "logprobs": self._others,  # besides that of the drawn token
             "flat_logprobs": True,  # lists of numbers instead of an object a token
@@ -193,7 +179,7 @@ class _Samples:
         logprobs, mask = _split_logprobs(drawn.logprobs.token_ids, drawn.logprobs.logprobs, self._others)
         result = (drawn.token_ids, logprobs, drawn.finish_reason, versions, drawn.routed_experts)
         cached = output.num_cached_tokens if self._counts_cached else None
-        return response_frame(sample["sample"], *result, mask if self._others else None, cached)
+        return wire.response_frame(sample["sample"], *result, mask if self._others else None, cached)
 
 
 def _split_logprobs(
@@ -239,9 +225,10 @@ async def _use_adapter(request: Request) -> Response:
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
     models = request.app.state.openai_serving_models
-    if ADAPTER_NAME not in models.lora_requests:
+    if wire.ADAPTER_NAME not in models.lora_requests:
         # Not load_inplace: with it every step of the model would load them again.
-        answer = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=ADAPTER_NAME, lora_path=ADAPTER_PATH))
+        adapter = LoadLoRAAdapterRequest(lora_name=wire.ADAPTER_NAME, lora_path=wire.ADAPTER_PATH)
+        answer = await models.load_lora_adapter(adapter)
         if not isinstance(answer, str):
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, str(answer.error.message))
     return JSONResponse({})
