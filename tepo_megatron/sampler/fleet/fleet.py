@@ -116,7 +116,7 @@ class Fleet(ServerPool, Sampler):
                 except ServerFault as error:
                     self._blame(error)
                     if faults > self.config.max_retries:
-                        raise ServerGone(str(error), url=error.url) from error
+                        raise ServerGone(str(error)) from error
                     self.count_retried(1)
 
         self._on_all(ask)
@@ -130,7 +130,7 @@ class Fleet(ServerPool, Sampler):
             while not wait([answer], watch.interval_s).done:
                 if why := watch.look():
                     client.close()
-                    raise ServerSilent(f"{client.url}: {why}", url=client.url)
+                    raise ServerSilent(f"{client.url}: {why}")
             return answer.result()
 
     def sleep(self) -> None:
@@ -143,11 +143,14 @@ class Fleet(ServerPool, Sampler):
             self._on_all(lambda client: client.wake_up("kv_cache"))
 
     def _on_all(self, request: Callable[[Client], None]) -> None:
+        failed: dict[Exception, int] = {}
+
         def ask(index: int) -> None:
             try:
                 request(self._clients[index])
-            except RuntimeError:
+            except RuntimeError as error:
                 if index not in self._lost:  # a stream may lose it meanwhile, and closes its client
+                    failed[error] = index
                     raise
 
         asked = [index for index in range(len(self._clients)) if index not in self._lost]
@@ -158,9 +161,8 @@ class Fleet(ServerPool, Sampler):
         except RuntimeError as error:
             if isinstance(error, ServerSilent | ServerGone):  # its processes may live, but it must not continue
                 self._blame(error)
-                for server in self._servers:
-                    if server.url == error.url:
-                        server.stop()
+                if failed[error] not in self._lost:
+                    self._servers[failed[error]].stop()
             self.raise_if_dead(error)
             raise
 

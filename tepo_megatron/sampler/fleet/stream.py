@@ -213,7 +213,7 @@ class FleetStream:
         try:
             lane.client.pool.submit(self._draw, request, lane, dict(request.samples), request.name)
         except RuntimeError as error:  # the fleet has ended its servers meanwhile, in another thread
-            self._events.put(_Event(request, request.name, error=ServerGone(str(error), url=lane.client.url)))
+            self._events.put(_Event(request, request.name, error=ServerGone(str(error))))
 
     def _draw(self, request: _Request, lane: _Lane, samples: Mapping[int, Sample], name: str) -> None:
         try:
@@ -236,7 +236,7 @@ class FleetStream:
             self._events.put(_Event(request, name))
         except BaseException as error:
             if type(error) is ServerFault and not self.pool.is_healthy(lane.index):
-                error = ServerGone(str(error), url=error.url)
+                error = ServerGone(str(error))
             self._events.put(_Event(request, name, error=error))
 
     def _settle(self, event: _Event) -> None:
@@ -296,7 +296,7 @@ class FleetStream:
             if not lane.samples or self.pool.updating:
                 lane.watch.note_progress()  # nothing is outstanding
             elif why := lane.watch.look():
-                self._lose(lane, ServerSilent(f"{lane.client.url}: {why}", url=lane.client.url))
+                self._lose(lane, ServerSilent(f"{lane.client.url}: {why}"))
         self._dispatch()
 
     def _abort_sent(self) -> None:

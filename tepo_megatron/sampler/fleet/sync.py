@@ -161,14 +161,11 @@ class WeightSync:
                 if request in waiting:
                     _end_if_gone(client)
         causes = [request.exception() for request in requests if _failed(request)]
-        if not causes:
-            return
-        error = _failure(_causes(requests), requests, [])
-        first = causes[0]
-        # No weights travel here, so only the server can be at fault.
-        if isinstance(first, ServerFault) and all(isinstance(cause, ServerFault) for cause in causes):
-            error = type(first)(str(error), url=first.url)
-        raise error
+        faults = [cause for cause in causes if isinstance(cause, ServerFault)]
+        if causes and len(faults) == len(causes):  # no weights travel here, so only the server can be at fault
+            raise type(faults[0])(_causes(requests))
+        if causes:
+            raise _failure(_causes(requests), requests, [])
 
 
 def _end_if_gone(client: Client) -> None:
@@ -192,6 +189,5 @@ def _causes(requests: Sequence[Future[Any]]) -> str:
 def _failure(message: str, requests: Sequence[Future[Any]], silent: Sequence[str]) -> RuntimeError:
     if silent:
         message = f"{' and '.join(silent)} gave no answer, also when the others had left. {message}".rstrip()
-        return ServerSilent(message, url=silent[0])
-    hangs = any(isinstance(request.exception(), ServerSilent) for request in requests if request.done())
+    hangs = silent or any(isinstance(request.exception(), ServerSilent) for request in requests if request.done())
     return ServerSilent(message) if hangs else RuntimeError(message)

@@ -40,10 +40,6 @@ _FIRST = -1
 class ServerFault(RuntimeError):  # noqa: N818
     """The server gave no answer or a wrong one; another try may succeed."""
 
-    def __init__(self, message: str, *, url: str = "") -> None:
-        super().__init__(message)
-        self.url = url
-
 
 class ServerSilent(ServerFault):
     """The server's processes may still live."""
@@ -109,11 +105,11 @@ class Client:
             health = self._http.get("/health", timeout=limit, extensions=self._traced)
             reply = self._http.get(wire.PROGRESS, timeout=limit, extensions=self._traced) if health.is_success else health
         except httpx.ConnectError as error:
-            raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
+            raise ServerGone(f"{self.url}/health: {error or type(error).__name__}") from error
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
-            raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s", url=self.url) from error
+            raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s") from error
         if not health.is_success:
-            raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
+            raise ServerGone(f"{self.url}/health: status {health.status_code}")
         return reply.text if reply.is_success else None
 
     @cached_property
@@ -178,7 +174,7 @@ class Client:
                 )
             except wire.BadAnswer as error:
                 message = f"{self.url} {error} (POST {wire.SAMPLES})"
-                raise ServerFault(message, url=self.url) if error.repeat else RuntimeError(message) from error
+                raise ServerFault(message) if error.repeat else RuntimeError(message) from error
 
     def abort(self, names: Sequence[str]) -> None:
         self._post(wire.ABORT, {"ids": list(names)})
@@ -201,8 +197,7 @@ class Client:
             return Scores(logprobs, top)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(
-                f"{self.url} answered with something else than the log-probs of the prompt: {error!r} (POST {GENERATE})",
-                url=self.url,
+                f"{self.url} answered with something else than the log-probs of the prompt: {error!r} (POST {GENERATE})"
             ) from error
 
     def read_through_cache(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> CacheReading:
@@ -224,7 +219,7 @@ class Client:
             return ReadBack([str(name) for name in reply["changed"]], float(reply["share"]))
         except (KeyError, TypeError, ValueError) as error:
             message = f"{self.url} answered with something else than what its weights are: {error!r} (POST {wire.READ_BACK})"
-            raise ServerFault(message, url=self.url) from error
+            raise ServerFault(message) from error
 
     def pause(self, *, keep_cache: bool = False) -> None:
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
@@ -294,7 +289,7 @@ class Client:
             return parse_json(reply.content, "the answer", dict) if reply.content else {}
         except ValueError as error:
             what = f"POST {self.url}{path}: status {reply.status_code}, but {error}: {reply.text[:200]!r}"
-            raise ServerFault(what, url=self.url) from error
+            raise ServerFault(what) from error
 
     def _stream(self, path: str, body: dict[str, Any], timeout: httpx.Timeout) -> Generator[bytes, None, None]:
         with self._faults(path), self._http.stream("POST", path, json=body, timeout=timeout, extensions=self._traced) as reply:
@@ -310,26 +305,25 @@ class Client:
             yield
         except httpx.ConnectTimeout as error:
             message = f"{request}: no connection within {self._unbounded.connect:g} s"
-            raise (ServerFault if path in _REPEATED else ServerSilent)(message, url=self.url) from error
+            raise (ServerFault if path in _REPEATED else ServerSilent)(message) from error
         except httpx.TimeoutException as error:
             # If the whole job was suspended meanwhile, the server was, too. The clock may lag a little.
             has_waited = running_time() - start >= 0.9 * self._timeout_s
             is_repeated = path in _REPEATED and isinstance(error, httpx.ReadTimeout)
             raise (ServerSilent if has_waited or not is_repeated else ServerFault)(
-                f"{request}: no answer within {self._timeout_s:g} s (rollout.server.request_timeout_s, {type(error).__name__})",
-                url=self.url,
+                f"{request}: no answer within {self._timeout_s:g} s (rollout.server.request_timeout_s, {type(error).__name__})"
             ) from error
         except (httpx.TransportError, httpx.StreamError) as error:
-            raise ServerFault(f"{request}: {error or type(error).__name__}", url=self.url) from error
+            raise ServerFault(f"{request}: {error or type(error).__name__}") from error
         except RuntimeError as error:
             if not self._http.is_closed or isinstance(error, ServerFault):
                 raise
-            raise ServerFault(f"{request}: {error or type(error).__name__}", url=self.url) from error
+            raise ServerFault(f"{request}: {error or type(error).__name__}") from error
 
     def _check_status(self, path: str, reply: httpx.Response) -> None:
         if not reply.is_success:
             message = f"POST {self.url}{path}: status {reply.status_code}: {_message(reply)}"
-            raise ServerFault(message, url=self.url) if reply.is_server_error else RuntimeError(message)
+            raise ServerFault(message) if reply.is_server_error else RuntimeError(message)
 
 
 class ProgressWatch:

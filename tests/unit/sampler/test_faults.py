@@ -157,7 +157,7 @@ def test_without_updates_a_server_that_was_started_again_is_asked_again(servers:
         assert len(bad.seeds) > asked
         fleet._end()  # all died at once: then, too, the folder's weights are the right ones
         assert fleet.revive()
-        fleet.lose(1, fleet._clients[1], ServerGone("gone", url=bad.url))
+        fleet.lose(1, fleet._clients[1], ServerGone("gone"))
         assert eventually(lambda: not fleet._away)
 
 
