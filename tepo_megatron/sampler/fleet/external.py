@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -174,8 +174,7 @@ class ExternalServer:
         return self._current is not None
 
     def start(self, taken: Collection[int] = ()) -> None:
-        if self._current is not None:
-            self._retired, self._current = self._current.life, None
+        self.stop()
         if self._retired:
             self._entry.retire(self._retired)
         self._is_waiting = True
@@ -310,57 +309,45 @@ def registry_for_ranks() -> Path | None:
 def servers_for_ranks(config: RunConfig) -> Iterator[None]:
     """The servers outlive ranks, but not this process. Ranks that start in the context use them."""
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
-        registry = Path(folder) / "servers"
+        registry, run, stopped = Path(folder) / "servers", Path(folder) / "run.yaml", threading.Event()
         registry.mkdir(mode=0o700)
-        run = Path(folder) / "run.yaml"
         run.write_text(dump_resolved(config), encoding="utf-8")
-        holder = _Holder(run, registry, config.rollout.server.max_restarts, config.engine.parallel.world_size)
+        command = [*_COMMAND, str(run), "--for-ranks", str(registry)]
+        environment = {**os.environ, "LOCAL_WORLD_SIZE": str(config.engine.parallel.world_size)}
+        arguments = (command, environment, registry, config.rollout.server.max_restarts, stopped)
+        holder = threading.Thread(target=_hold_servers, args=arguments, name="servers", daemon=True)
+        holder.start()
         os.environ[_REGISTRY] = str(registry)
         try:
             yield
         finally:
             del os.environ[_REGISTRY]
-            holder.stop()
+            stopped.set()
+            holder.join()
 
 
-class _Holder:
-    """Runs ``tepo serve``, and starts it again if it was killed."""
-
-    def __init__(self, run: Path, registry: Path, max_restarts: int, local_ranks: int) -> None:
-        self._command = [*_COMMAND, str(run), "--for-ranks", str(registry)]
-        self._registry, self._max_restarts = registry, max_restarts
-        self._environment = {**os.environ, "LOCAL_WORLD_SIZE": str(local_ranks)}
-        self._lock, self._is_stopped = threading.Lock(), False
-        self._process = self._start()
-        self._thread = threading.Thread(target=self._watch, name="servers", daemon=True)
-        self._thread.start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # Its standard input is the pipe that ends it with this process; a Ctrl-C at the terminal is the ranks'.
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True)
-
-    def _watch(self) -> None:
-        for _ in range(self._max_restarts):
-            self._process.wait()
-            with self._lock:
-                if self._is_stopped or any(self._registry.glob(f"{_FAILED}-*")):
-                    return
-                self._process = self._start()
-        code = self._process.wait()
-        if not self._is_stopped:
-            sentence = f"the process that holds the rollout servers ended with exit code {code}, too often to start it again"
-            write_atomically(self._registry / f"{_FAILED}-holder", sentence)
-
-    def stop(self) -> None:
-        with self._lock:
-            self._is_stopped = True
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)  # the servers' supervisors end them
-        self._thread.join()
+def _hold_servers(
+    command: Sequence[str], environment: Mapping[str, str], registry: Path, max_restarts: int, stopped: threading.Event
+) -> None:
+    """Runs ``tepo serve`` until ``stopped``, and starts it again if it was killed."""
+    try:
+        for _ in range(1 + max_restarts):
+            # Its standard input is the pipe that ends it with this process; a Ctrl-C at the terminal is the ranks'.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+            while process.poll() is None and not stopped.wait(_POLL_INTERVAL_S):
+                continue
+            if stopped.is_set():
+                process.communicate(timeout=_STOP_TIMEOUT_S)  # closes its standard input
+            if stopped.is_set() or any(registry.glob(f"{_FAILED}-*")):
+                return
+        sentence = f"ended with exit code {process.returncode}, too often to start it again"
+    except subprocess.TimeoutExpired:
+        process.kill()  # the servers' supervisors end them
+        process.wait()
+        return
+    except OSError as error:
+        sentence = f"cannot be started: {error}"
+    write_atomically(registry / f"{_FAILED}-holder", f"the process that holds the rollout servers {sentence}")
 
 
 def end_with_starter() -> None:
