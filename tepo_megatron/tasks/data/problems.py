@@ -37,14 +37,13 @@ def _long_sums() -> list[Problem]:
     solution adds one number after the other, digit by digit (``examples/tiny/make_warm_start.py``).
     """
     sums: dict[str, Problem] = {}
-    for number in count():
-        if len(sums) == _HELDOUT_SUMS + _LONG_SUMS:
-            return list(sums.values())
-        digest = sha256(f"long addition {number}".encode()).digest()
+    numbers = count()
+    while len(sums) < _HELDOUT_SUMS + _LONG_SUMS:
+        digest = sha256(f"long addition {next(numbers)}".encode()).digest()
         terms = [100 + int.from_bytes(digest[4 * index : 4 * index + 4]) % 900 for index in range(4)]
         text = "+".join(map(str, terms))
         sums[text] = Problem(id=text, prompt=f"{text}=", answer=str(sum(terms)))
-    raise AssertionError
+    return list(sums.values())
 
 
 def _guess_number(name: str, rounds: int) -> list[Problem]:
@@ -104,12 +103,10 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
     from_hub = config.path.startswith(HUB)
     path = hub_folder(config.path, "dataset") if from_hub else Path(config.path).expanduser()
     if not path.exists():
-        near = (
-            f"; did you mean {BUILTIN}{path}?"
-            if str(path) in _BUILTIN_TASKS
-            else "; a data set of the Hugging Face hub is hub:ORGANISATION/NAME"
-        )
-        raise ValueError(f"the data file {path} does not exist{near}")
+        near = "a data set of the Hugging Face hub is hub:ORGANISATION/NAME"
+        if str(path) in _BUILTIN_TASKS:
+            near = f"did you mean {BUILTIN}{path}?"
+        raise ValueError(f"the data file {path} does not exist; {near}")
     yield from DataFiles.find(path, config.split).rows()
 
 
@@ -214,7 +211,6 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
 
 
 _PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
-
 _ROLES = ("system", "user", "assistant", "tool")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import shake_256
+from itertools import count
 from typing import Any
 
 from tepo_megatron.core.problem import Problem
@@ -18,10 +19,9 @@ _TESTS = 6
 def problems_with_trees() -> tuple[tuple[Problem, Tree], ...]:
     """Drawn from digests, as random generators may change between versions: any first n are a fair sample."""
     drawn_by_text: dict[str, tuple[Problem, Tree]] = {}
-    number = 0
+    numbers = count()
     while len(drawn_by_text) < NUM_HELDOUT + NUM_TRAIN:
-        drawn = iter(shake_256(f"stack machine {number}".encode()).digest(64))
-        number += 1
+        drawn = iter(shake_256(f"stack machine {next(numbers)}".encode()).digest(64))
         tree = _draw_task(drawn)
         tests = [[next(drawn) % 16 - 3 for _ in INPUTS] for _ in range(_TESTS)]
         text = _text_of(tree)

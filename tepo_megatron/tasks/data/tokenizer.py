@@ -129,9 +129,7 @@ class Tokenizer(ABC):
         if data is None:
             return text
         text = data.decode("utf-8", errors="surrogateescape")  # invalid bytes become U+DC80 to U+DCFF
-        return "".join(
-            f"⟨{ord(character) - 0xDC00:02X}⟩" if "\udc80" <= character <= "\udcff" else character for character in text
-        )
+        return re.sub(r"[\udc80-\udcff]", lambda match: f"⟨{ord(match[0]) - 0xDC00:02X}⟩", text)
 
     def check_model(self) -> None:
         """Raises ValueError for ids beyond the model's vocabulary, or no common end token."""
