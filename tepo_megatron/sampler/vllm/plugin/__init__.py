@@ -9,14 +9,6 @@ from tepo_megatron.sampler.vllm.plugin import patches
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 
-def _allow_routes() -> None:
-    from vllm.config import VllmConfig
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        VllmConfig._verify_aux_output_compatibility = lambda _: None
-
-
 @cache
 def register() -> None:
     """vLLM calls it in each of its processes, maybe repeatedly."""
@@ -24,7 +16,11 @@ def register() -> None:
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.sampler.vllm.plugin.engine", "TransferEngine")
     if os.environ.get(wire.ROUTES_VARIABLE):
-        _allow_routes()
+        from vllm.config import VllmConfig
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            VllmConfig._verify_aux_output_compatibility = lambda _: None
     if os.environ.get(wire.AWAITS_VARIABLE):
         from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
     if os.environ.get(wire.ADAPTER_VARIABLE):
