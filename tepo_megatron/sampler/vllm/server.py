@@ -27,17 +27,14 @@ from tepo_megatron.sampler.protocol import SamplerOptions
 from tepo_megatron.sampler.vllm import resources, wire
 from tepo_megatron.weights.transfer.transport import BACKEND
 
-HEALTH_TIMEOUT_S = 30.0
-"""A busy server is slow; a dead one refuses at once."""
-
-IDLE_CONNECTION_S = 30.0
-"""The server waits four times as long, so that no connection closes while it is reused."""
-
+HEALTH_TIMEOUT_S = 30.0  # a busy server is slow; a dead one refuses at once
+IDLE_CONNECTION_S = 30.0  # the server waits four times as long, so that no connection closes while it is reused
 MODEL_NAME = "policy"
-
 _STOP_TIMEOUT_S = 10.0
 _LOG_LINES = 20
 _PLUGIN = "tepo_megatron.sampler.vllm.plugin"
+_FLAGS = ("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs")
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # --max-lora-rank in vLLM 0.32
 
 _OF_RANKS = (
@@ -176,8 +173,9 @@ class Server:
 
     def command(self, *, on_gpu: bool) -> list[str]:
         """It contains no secrets."""
-        config = self.config
-        options: dict[str, str | int | float] = {
+        config, forks = self.config, self._forks(on_gpu)
+        rank, sleeps = self.adapter_rank, config.placement == "colocated"
+        options: dict[str, str | int | float | None] = {  # None: vLLM's default
             "--model": str(self.model_dir),
             "--served-model-name": MODEL_NAME,
             "--host": config.host,
@@ -192,52 +190,39 @@ class Server:
             "--logprobs-mode": "processed_logprobs",  # of the sampled distribution, with its temperature
             "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
             "--max-logprobs": wire.named_tokens(MOST_KEPT),  # a sampling mask is made of them
+            "--middleware": f"{_PLUGIN}.middleware.Middleware",
+            "--quantization": None if config.quantization == "none" else config.quantization,
+            "--hf-overrides": None if config.head_dtype == "model" else json.dumps({"head_dtype": config.head_dtype}),
+            "--speculative-config": self._speculative_options(),
+            "--max-model-len": config.max_model_len,
+            "--load-format": wire.DUMMY_FORMAT if self.dummy else None,
+            "--max-lora-rank": None if rank is None else next(size for size in _LORA_RANKS if size >= rank),
+            "--max-loras": None if rank is None else 1,
+            "--max-cpu-loras": None if rank is None else 1,
+            "--sleep-preserve-parameter-names": "draft.*" if sleeps and config.drafts else None,  # no update sends them again
+            # with one worker the engine core's process is the worker's; by its short name vLLM would take "mp" for it
+            "--distributed-executor-backend": _ONE_PROCESS if forks and config.tp == 1 else None,
+            "--worker-cls": f"{_PLUGIN}.workers.Worker" if forks or (config.routing_replay and not on_gpu) else None,
         }
-        if config.quantization != "none":
-            options["--quantization"] = config.quantization
-        if config.head_dtype != "model":
-            options["--hf-overrides"] = json.dumps({"head_dtype": config.head_dtype})
-        if config.speculative is not None:
-            options["--speculative-config"] = self._speculative_options()
-        if config.max_model_len is not None:
-            options["--max-model-len"] = config.max_model_len
-        if self.dummy:
-            options["--load-format"] = wire.DUMMY_FORMAT
-        if self.adapter_rank is not None:
-            rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter_rank)
-            options |= {"--max-lora-rank": rank, "--max-loras": 1, "--max-cpu-loras": 1}
-        flags = [
-            *("--middleware", f"{_PLUGIN}.middleware.Middleware"),
-            "--enable-scale-out",
-            *([] if self.tokenizer else ["--skip-tokenizer-init"]),
-            "--disable-log-stats",
-            "--disable-uvicorn-access-log",
-            "--disable-fastapi-docs",
-        ]
-        if config.placement == "colocated":
-            flags.append("--enable-sleep-mode")
-            if config.drafts:  # no update sends its weights again
-                flags += ["--sleep-preserve-parameter-names", "draft.*"]
-        if self.adapter_rank is not None:
-            flags.append("--enable-lora")
-        if not on_gpu:
+        flags = {
+            **dict.fromkeys(_FLAGS, True),
+            "--skip-tokenizer-init": not self.tokenizer,
+            "--enable-sleep-mode": sleeps,
+            "--enable-lora": rank is not None,
             # vLLM rewinds a seeded request's generator between the chunks of its prompt, which a CPU generator cannot do
-            flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        if config.routing_replay:
-            flags.append("--enable-return-routed-experts")
-        pairs = [str(part) for pair in options.items() for part in pair]
-        start = []
-        if self._forks(on_gpu):
-            start = [f"{_PLUGIN}.start"]
-            if config.tp == 1:  # the engine core's process is the worker's; by its short name vLLM would take "mp" for it
-                flags += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-        if start or (config.routing_replay and not on_gpu):
-            flags += ["--worker-cls", f"{_PLUGIN}.workers.Worker"]
-        return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
+            "--enforce-eager": not on_gpu,
+            "--no-enable-chunked-prefill": not on_gpu,
+            "--enable-return-routed-experts": config.routing_replay,
+        }
+        pairs = [str(part) for pair in options.items() if pair[1] is not None for part in pair]
+        chosen = [name for name, is_set in flags.items() if is_set]
+        start = [f"{_PLUGIN}.start"] if forks else []
+        return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *chosen, *config.extra_args]
 
-    def _speculative_options(self) -> str:
+    def _speculative_options(self) -> str | None:
         config = self.config.speculative
-        assert config is not None
+        if config is None:
+            return None
         options: dict[str, object] = {"method": "ngram", "num_speculative_tokens": config.num_speculative_tokens}
         if config.draft_model is None:
             options |= {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
@@ -259,7 +244,7 @@ class Server:
         environment = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith(_TORCHRUN_PREFIXES)}
         if environment.get(_ALLOCATOR) == "expandable_segments:True":  # ``train.sh``; it breaks vLLM's own all-reduce
             del environment[_ALLOCATOR]
-        environment |= {
+        settings: dict[str, str | None] = {  # None: as it is
             wire.KEY_VARIABLE: self.key,
             "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; the plugin's middleware guards them
             "VLLM_NO_USAGE_STATS": "1",
@@ -269,23 +254,21 @@ class Server:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(4 * IDLE_CONNECTION_S)),
             "PYTHONUNBUFFERED": "1",
+            # vLLM's own groups: a server's workers are all on this machine. Ours offer an address (GlooGroup).
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else None,
+            "NCCL_SOCKET_IFNAME": self.config.interface,  # it goes between the machines, and must choose as the trainer's does
+            "CUDA_VISIBLE_DEVICES": self._visible_gpus() if on_gpu and self.gpus else None,
         }
+        if not on_gpu:
+            settings |= {
+                "VLLM_CPU_KVCACHE_SPACE": str(self.config.cpu_kv_cache_gib),
+                "VLLM_CPU_OMP_THREADS_BIND": self.cores,
+                "OMP_NUM_THREADS": "1",  # of the processes around the workers
+                "TORCHDYNAMO_DISABLE": "1",  # the first requests would wait for the compilation of a few small functions
+            }
+            environment.setdefault("OMP_WAIT_POLICY", "passive")  # the trainer's ranks use the same cores
         # 300 is vLLM's default; with tp > 1 a longer step ends its engine
         environment.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(max(300, math.ceil(self.config.request_timeout_s))))
-        if sys.platform == "linux":
-            # vLLM's own groups: a server's workers are all on this machine. Ours offer an address (GlooGroup).
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        if self.config.interface is not None:  # NCCL goes between the machines, and must choose as the trainer's does
-            environment["NCCL_SOCKET_IFNAME"] = self.config.interface
-        if on_gpu and self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus()
-        if not on_gpu:
-            environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = self.cores
-            environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
-            environment.setdefault("OMP_WAIT_POLICY", "passive")  # the trainer's ranks use the same cores
-            # the first requests would wait for the compilation of a few small functions
-            environment["TORCHDYNAMO_DISABLE"] = "1"
         switches = {
             wire.FORK_VARIABLE: self._forks(on_gpu),
             wire.SPECULATES_VARIABLE: self.config.speculative is not None,
@@ -293,6 +276,7 @@ class Server:
             wire.AWAITS_VARIABLE: self.dummy or self.adapter_rank is not None,
             wire.ADAPTER_VARIABLE: self.adapter_rank is not None,
         }
+        environment |= {name: value for name, value in settings.items() if value is not None}
         return environment | {name: "1" for name, is_set in switches.items() if is_set}
 
     def _visible_gpus(self) -> str:
