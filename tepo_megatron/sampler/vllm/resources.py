@@ -13,12 +13,10 @@ from pathlib import Path
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, available_cores, read_cores, this_machine
-from tepo_megatron.runtime.text import parse_json
+from tepo_megatron.weights.architecture import read_object
 
 _GIB, _MIB = 2**30, 2**20
-
 _LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
-
 _FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -87,6 +85,18 @@ def cores_of_servers(config: ServerConfig, available: Sequence[int]) -> set[int]
         return set(available)
 
 
+_REMEDIES = {
+    "open_files": ("open files", "raise the hard limit (ulimit -Hn, or LimitNOFILE of the service)"),
+    "processes": ("processes and threads", "raise the limit (ulimit -u, or the container's pids limit), or end others"),
+    "memory": ("memory", "free some, raise the job's or container's limit, or lower rollout.server.count or rollout.server.tp"),
+    "address_space": ("address space of a process", "lift the limit (ulimit -v unlimited; ulimit -d unlimited)"),
+    "shared_memory": (
+        "shared memory in /dev/shm",
+        "enlarge it (docker run --shm-size=1g, or --ipc=host; mount -o remount,size=1g /dev/shm), or remove files from it",
+    ),
+}
+
+
 def check_machine(
     config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool, machine: Machine | None = None
 ) -> None:
@@ -101,37 +111,20 @@ def check_machine(
     machine = machine or this_machine()
     workers = config.tp * servers
     # The largest process counts for files and address space, of which torch maps much that it never uses.
-    needs = [
-        ("open_files", 80 + 10 * config.tp, "raise the hard limit (ulimit -Hn, or LimitNOFILE of the service)"),
-        (
-            "processes and threads",
-            20 * servers + 25 * workers,
-            "raise the limit (ulimit -u, or the container's pids limit), or end others",
-        ),
-        (
-            "memory",
-            servers * _GIB + workers * _GIB // 2 + (0 if on_gpu else servers * weights_bytes),
-            "free some, raise the job's or container's limit, or lower rollout.server.count or rollout.server.tp",
-        ),
-        (
-            "address_space of a process",
-            2 * _GIB + (0 if on_gpu else config.cpu_kv_cache_gib * _GIB),
-            "lift the limit (ulimit -v unlimited; ulimit -d unlimited)",
-        ),
-        (
-            "shared_memory in /dev/shm",
-            0 if on_gpu and config.tp == 1 else 240 * _MIB,
-            "enlarge it (docker run --shm-size=1g, or --ipc=host; mount -o remount,size=1g /dev/shm), or remove files from it",
-        ),
-    ]
+    needs = {
+        "open_files": 80 + 10 * config.tp,
+        "processes": 20 * servers + 25 * workers,
+        "memory": servers * _GIB + workers * _GIB // 2 + (0 if on_gpu else servers * weights_bytes),
+        "address_space": 2 * _GIB + (0 if on_gpu else config.cpu_kv_cache_gib * _GIB),
+        "shared_memory": 0 if on_gpu and config.tp == 1 else 240 * _MIB,
+    }
     short = []
-    for what, needed, remedy in needs:
-        name = what.split()[0]
-        free = getattr(machine, name)
+    for name, needed in needs.items():
+        free, (what, remedy) = getattr(machine, name), _REMEDIES[name]
         if free < needed:
             counted = name in ("open_files", "processes")
             amounts = (str(n) if counted else f"{n / _MIB:.0f} MiB" for n in (needed, free))
-            short.append(f"{what.replace('_', ' ')}: {' needed, '.join(amounts)} found; {remedy}")
+            short.append(f"{what}: {' needed, '.join(amounts)} found; {remedy}")
     if short:
         some = "a rollout server needs" if servers == 1 else f"{servers} rollout servers need"
         raise ValueError(f"{some} more of this machine than is left. " + ". ".join(short))
@@ -156,9 +149,7 @@ def check_quantization(quantization: str) -> None:
 
 
 def read_vocab_size(model_dir: Path) -> int | None:
-    try:
-        raw = parse_json((model_dir / "config.json").read_bytes(), "it")
-    except (OSError, ValueError):
-        return None
-    size = raw.get("vocab_size") if isinstance(raw, dict) else None
+    size = None
+    with suppress(OSError, ValueError):
+        size = read_object(model_dir / "config.json").get("vocab_size")
     return size if isinstance(size, int) and size > 0 else None
