@@ -23,7 +23,6 @@ from tepo_megatron.weights.transfer.transport import Rendezvous, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 T = TypeVar("T")
-
 LOOK_S = 2.0
 
 
@@ -61,7 +60,14 @@ class WeightSync:
         has_adapters = adapter_settings is not None
         if not isinstance(self._group, GlooGroup):
             self._close_group()
-            self._group = self._broadcast_group(has_adapters)
+            host, world_size = self._config.host, 1 + self._config.tp * len(self._clients)
+            store, place = listen(host)
+            self._group = self._join_group(
+                lambda: GlooGroup(store, host, 0, world_size, self._timeout_s),
+                lambda: Rendezvous.announce_departure(store),
+                first_worker=1,
+                info={"place": place, "world_size": world_size, "sharded": False, "adapters": has_adapters},
+            )
         group = self._group
         self._start_update()
         info = {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}
@@ -91,16 +97,6 @@ class WeightSync:
         self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
         self._finish_update(version)
 
-    def _broadcast_group(self, has_adapters: bool) -> GlooGroup:
-        host, world_size = self._config.host, 1 + self._config.tp * len(self._clients)
-        store, place = listen(host)
-        return self._join_group(
-            lambda: GlooGroup(store, host, 0, world_size, self._timeout_s),
-            lambda: Rendezvous.announce_departure(store),
-            first_worker=1,
-            info={"place": place, "world_size": world_size, "sharded": False, "adapters": has_adapters},
-        )
-
     def _start_update(self) -> None:
         if self._asleep:
             self._everywhere(lambda client: client.wake_up("weights"))
@@ -124,8 +120,7 @@ class WeightSync:
         if any(_failed(member) for member in members):
             leave()
             wait(joining, self._timeout_s)  # servers that waited for another answer now; a silent one is at fault
-            message = f"the servers did not join the weight-transfer group. {_causes(members)}"
-            raise _failure(message, joining, self._silent(joining))
+            raise self._failure(f"the servers did not join the weight-transfer group. {_causes(members)}", joining)
         return entering.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
@@ -142,10 +137,14 @@ class WeightSync:
         # may wait for a trainer rank that waits for the one that failed, until this one leaves.
         self._close_group()
         wait(receiving, self._timeout_s)
-        raise _failure(_causes(receiving) or str(failed or ""), receiving, self._silent(receiving)) from failed
+        raise self._failure(_causes(receiving) or str(failed or ""), receiving) from failed
 
-    def _silent(self, requests: Sequence[Future[None]]) -> list[str]:
-        return [client.url for client, request in zip(self._clients, requests, strict=True) if not request.done()]
+    def _failure(self, message: str, requests: Sequence[Future[None]]) -> RuntimeError:
+        silent = [client.url for client, request in zip(self._clients, requests, strict=True) if not request.done()]
+        if silent:
+            message = f"{' and '.join(silent)} gave no answer, also when the others had left. {message}".rstrip()
+        hangs = silent or any(isinstance(request.exception(), ServerSilent) for request in requests)
+        return ServerSilent(message) if hangs else RuntimeError(message)
 
     def _finish_update(self, version: WeightsVersion) -> None:
         self._everywhere(lambda client: client.finish_weight_update(version))
@@ -165,7 +164,7 @@ class WeightSync:
         if causes and len(faults) == len(causes):  # no weights travel here, so only the server can be at fault
             raise type(faults[0])(_causes(requests))
         if causes:
-            raise _failure(_causes(requests), requests, [])
+            raise self._failure(_causes(requests), requests)
 
 
 def _end_if_gone(client: Client) -> None:
@@ -184,10 +183,3 @@ def _failed(request: Future[Any]) -> bool:
 
 def _causes(requests: Sequence[Future[Any]]) -> str:
     return "; ".join(str(request.exception()) for request in requests if _failed(request))
-
-
-def _failure(message: str, requests: Sequence[Future[Any]], silent: Sequence[str]) -> RuntimeError:
-    if silent:
-        message = f"{' and '.join(silent)} gave no answer, also when the others had left. {message}".rstrip()
-    hangs = silent or any(isinstance(request.exception(), ServerSilent) for request in requests if request.done())
-    return ServerSilent(message) if hangs else RuntimeError(message)
