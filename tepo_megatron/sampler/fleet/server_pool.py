@@ -20,7 +20,6 @@ from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.weights.architecture import read_model_spec
 
 T = TypeVar("T")
-
 _OTHER_FILES = 200  # of rank 0, besides its connections
 
 
@@ -29,14 +28,12 @@ class ServerPool:
 
     def __init__(self, config: ServerConfig, **options: Unpack[SamplerOptions]) -> None:
         model_dir = options["model_dir"]
-        self._starts_empty = options.get("adapter_rank") is not None or config.starts_with_dummies(
-            trained=options.get("trained", False)
-        )
+        has_dummies = config.starts_with_dummies(trained=options.get("trained", False))
+        self._starts_empty = has_dummies or options.get("adapter_rank") is not None
         self._servers: Sequence[Server | ExternalServer]
+        registry = None if options.get("with_ranks") else registry_for_ranks()
         if config.placement == "external":
-            config = with_local_address(config)
-        beside_ranks = None if options.get("with_ranks") else registry_for_ranks()
-        registry = config.registry if config.placement == "external" else beside_ranks
+            config, registry = with_local_address(config), config.registry
         if registry is not None:
             self._key = shared_key(registry)
             logs = [options["log_dir"] / f"server-{index}.log" for index in range(config.count)]
@@ -67,8 +64,7 @@ class ServerPool:
         self._spawning = threading.Lock()
         self._stopped = False
         self._versions: list[WeightsVersion] = [INITIAL_WEIGHTS]
-        self.published = 1
-        """Counts versions that all servers have had."""
+        self.published = 1  # counts versions that all servers have had
         self.updating = False
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
@@ -150,7 +146,7 @@ class ServerPool:
             self._report(f"{cause}; its requests go to the other servers, and it is started again")
             client.close()
             self._close_sync()
-            started = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
+            started = self._replacing.submit(self._restart, [self._servers[index]])
             self._lost[index] = started
             # In a thread of its own: an update has the lock while it waits for other replacements.
             back = threading.Thread(target=self._bring_back, args=(index, started), name="bring-back-server", daemon=True)
@@ -194,10 +190,9 @@ class ServerPool:
                 self._end()
                 raise
 
-    def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
-        if stop:
-            self._for_all(servers, lambda server: server.stop())
+    def _restart(self, servers: Sequence[Server | ExternalServer]) -> None:
         while servers:
+            self._for_all(servers, lambda server: server.stop())
             self._restarts += len(servers)
             if self._restarts > self.config.max_restarts:
                 first = f" The first failure was: {self._first_cause}." if self._first_cause else ""
@@ -215,8 +210,6 @@ class ServerPool:
                     raise
                 self._remember(error)
                 servers = [server for server in servers if not server.healthy()]
-                for server in servers:
-                    server.stop()
 
     def _launch(self, servers: Sequence[Server | ExternalServer]) -> None:
         with self._spawning:
