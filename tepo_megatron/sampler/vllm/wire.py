@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -71,9 +72,6 @@ class _Head(BaseModel):
     status: int = 500
 
 
-_Frame = tuple[_Head, dict[str, NDArray[Any]]]
-
-
 def named_tokens(top_k: int) -> int:
     """vLLM keeps ties, which are frequent in bfloat16."""
     return top_k + 8 + top_k // 8
@@ -105,8 +103,8 @@ def head_frame(head: dict[str, Any]) -> bytes:
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def _read_frames(pieces: Iterable[bytes]) -> Iterator[_Frame]:
-    """Raises BadAnswer for an invalid frame, EOFError at the end of ``pieces``."""
+def _read_frames(pieces: Iterable[bytes]) -> Iterator[tuple[_Head, dict[str, NDArray[Any]]]]:
+    """Raises BadAnswer for an invalid frame. One that ``pieces`` do not finish is left out."""
     source, data = iter(pieces), bytearray()
 
     def take(size: int) -> bytes:
@@ -118,23 +116,24 @@ def _read_frames(pieces: Iterable[bytes]) -> Iterator[_Frame]:
         del data[:size]
         return taken
 
-    while True:
-        length = take(_LENGTH)
-        size = int.from_bytes(length, "little")
-        if not 2 <= size <= _MAX_HEAD_BYTES:
-            raise _no_response(length + data[:56])
-        text = take(size)
-        try:
-            head = _Head.model_validate_json(text)
-        except ValidationError as error:
-            raise _no_response(text[:60]) from error
-        arrays: dict[str, NDArray[Any]] = {}
-        for name, (dtype, shape) in head.arrays.items():
-            count = math.prod(shape) * np.dtype(dtype).itemsize
-            if count > _MAX_ARRAY_BYTES:
-                raise _no_response(f"{name} of the sizes {shape}")
-            arrays[name] = np.frombuffer(take(count), dtype).reshape(shape)
-        yield head, arrays
+    with suppress(EOFError):
+        while True:
+            length = take(_LENGTH)
+            size = int.from_bytes(length, "little")
+            if not 2 <= size <= _MAX_HEAD_BYTES:
+                raise _no_response(length + data[:56])
+            text = take(size)
+            try:
+                head = _Head.model_validate_json(text)
+            except ValidationError as error:
+                raise _no_response(text[:60]) from error
+            arrays: dict[str, NDArray[Any]] = {}
+            for name, (dtype, shape) in head.arrays.items():
+                count = math.prod(shape) * np.dtype(dtype).itemsize
+                if count > _MAX_ARRAY_BYTES:
+                    raise _no_response(f"{name} of the sizes {shape}")
+                arrays[name] = np.frombuffer(take(count), dtype).reshape(shape)
+            yield head, arrays
 
 
 def _no_response(detail: object) -> BadAnswer:
@@ -158,12 +157,7 @@ def read_responses(
     ``cached`` gets the frames' counts of cached tokens.
     """
     missing = set(samples)
-    frames = _read_frames(pieces)
-    while True:
-        try:
-            head, arrays = next(frames)
-        except EOFError:
-            raise BadAnswer(f"stopped after {len(samples) - len(missing)} responses of {len(samples)}") from None
+    for head, arrays in _read_frames(pieces):
         if head.error is not None:
             raise BadAnswer(f"failed with status {head.status}: {head.error[:2000]}", repeat=head.status >= 500)
         if head.end is not None:
@@ -188,6 +182,7 @@ def read_responses(
                 raise BadAnswer("returned a response without the number of tokens from its prefix cache", repeat=False)
             cached.append(head.cached)
         yield head.sample, response
+    raise BadAnswer(f"stopped after {len(samples) - len(missing)} responses of {len(samples)}")
 
 
 def _response(
