@@ -24,17 +24,11 @@ from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_
 from tepo_megatron.weights.architecture import ModelSpec
 
 _SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
-
-GENERATE = "/inference/v1/generate"
-"""vLLM's route for token ids, which scores prompts here."""
-
+GENERATE = "/inference/v1/generate"  # vLLM's route for token ids, which scores prompts here
 _REPEATED = (GENERATE, wire.READ_BACK, wire.SAMPLES)  # by their callers, after a ServerFault
-
 _PROBES = 20
 _MAX_INTERVAL_S = 5.0
-
-_FIRST = -1
-"""Priority of requests before all samples (0)."""
+_FIRST = -1  # priority of requests before all samples (0)
 
 
 class ServerFault(RuntimeError):  # noqa: N818
@@ -128,15 +122,14 @@ class Client:
         versions: Callable[[], Sequence[WeightsVersion]],
         *,
         from_cache: bool = True,
-        first: bool = False,
         cached: list[int] | None = None,
         updating: Callable[[], bool] = lambda: False,
         is_aborted: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
         """Yields (sample, response) as samples finish.
 
-        ``versions``: weights that may draw tokens, oldest first; the last may be on its way (``updating``). ``first``: the
-        request passes waiting ones. ``cached`` gets the cached tokens of each sample's prompt. ``is_aborted``: ``abort`` was
+        ``versions``: weights that may draw tokens, oldest first; the last may be on its way (``updating``). ``cached``
+        gets the cached tokens of each sample's prompt; such a request passes waiting ones. ``is_aborted``: ``abort`` was
         called, and unfinished samples come in part.
         Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
         """
@@ -149,8 +142,7 @@ class Client:
             "model": self._model,
             "prompt": _listed(prompt),
             **({"cache_salt": salt} if self.versions_apart else {}),
-            **({"priority": _FIRST} if first else {}),
-            **({} if cached is None else {"count_cached": True}),
+            **({} if cached is None else {"count_cached": True, "priority": _FIRST}),
             "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
             **({"sampling_mask": True} if sampling.sampling_mask else {}),
             "samples": [
@@ -205,7 +197,7 @@ class Client:
         sample, sampling = Sample(0, 0, n), Sampling(1.0, n)
         is_first, self._read_for = self._read_for != version, version  # a second try finds what the first has left there
         counts: list[int] = []
-        draw = partial(self.draw, "", prompt, [sample], sampling, lambda: (version,), first=True, cached=counts)
+        draw = partial(self.draw, "", prompt, [sample], sampling, lambda: (version,), cached=counts)
         cached, fresh = (dict(draw(from_cache=from_cache))[0] for from_cache in (True, False))
         pairs = zip(cached.response_ids.tolist(), fresh.response_ids.tolist(), strict=False)
         # after a different token the scores are of another text
@@ -332,35 +324,28 @@ class ProgressWatch:
     ``probe`` runs in another thread and raises ServerSilent or ServerGone.
     """
 
-    def __init__(
-        self,
-        probe: Callable[[], object],
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        on_move: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._probe, self._timeout_s, self._clock, self._on_move = probe, timeout_s, clock, on_move
+    def __init__(self, probe: Callable[[], object], timeout_s: float, on_move: Callable[[], None] = lambda: None) -> None:
+        self._probe, self._timeout_s, self._on_move = probe, timeout_s, on_move
         self.interval_s = min(_MAX_INTERVAL_S, timeout_s / _PROBES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress")
         self._answer: Future[object] | None = None
-        self._probed_at = self._checked_at = clock()
+        self._probed_at = self._checked_at = time.monotonic()
         self._last: object = None
         self._silent_s = 0.0
         self._gone = 0
 
     def note_progress(self) -> None:
         """Call it at a server's answers and its first request."""
-        self._silent_s, self._checked_at, self._gone = 0.0, self._clock(), 0
+        self._silent_s, self._checked_at, self._gone = 0.0, time.monotonic(), 0
 
     def look(self) -> str:
         """Returns why the server counts as dead, or ""."""
-        now = self._clock()
+        now = time.monotonic()
         self._silent_s += min(now - self._checked_at, 2 * self.interval_s)
         self._checked_at = now
         if self._answer is not None and self._answer.done():
-            gone = self._take(self._answer)
-            self._answer = None
-            if gone:
+            answer, self._answer = self._answer, None
+            if gone := self._take(answer):
                 return gone
         if self._answer is None and now - self._probed_at >= self.interval_s:
             self._answer, self._probed_at = self._thread.submit(self._probe), now

@@ -166,16 +166,9 @@ def test_a_score_waits_for_no_answer_that_stands_still(fault: type[ServerFault],
                 connection.close()
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe's answer is there when it was asked for."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Time passes as a test says, and a probe's answer is there when it was asked for."""
 
     def submit(probe: Callable[[], object]) -> Future[object]:
         future: Future[object] = Future()
@@ -185,15 +178,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             future.set_exception(error)
         return future
 
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(client, "time", clock)
     monkeypatch.setattr(client, "ThreadPoolExecutor", lambda *_, **__: SimpleNamespace(submit=submit))
+    return clock
 
 
-def watch_of(probe: Callable[[], object], on_move: Callable[[], None] = lambda: None) -> tuple[ProgressWatch, Clock]:
-    clock = Clock()
-    return ProgressWatch(probe, 60.0, clock, on_move), clock
-
-
-def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0) -> str:
+def looks(watch: ProgressWatch, clock: SimpleNamespace, seconds: float, step: float = 1.0) -> str:
     said = ""
     while seconds > 0 and not said:
         clock.now += step
@@ -205,10 +196,9 @@ def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0)
 SILENT, GONE = Mock(side_effect=ServerSilent("no answer")), Mock(side_effect=ServerGone("connection refused"))
 
 
-@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("probe", [lambda: "the same", lambda: None, SILENT])
-def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callable[[], object]) -> None:
-    watch, clock = watch_of(probe)
+def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callable[[], object], clock: SimpleNamespace) -> None:
+    watch = ProgressWatch(probe, 60.0)
     for _ in range(20):
         assert looks(watch, clock, 50.0) == ""
         watch.note_progress()  # an answer of the server itself
@@ -218,23 +208,23 @@ def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callab
     assert "no new token" in looks(watch, clock, 60.0)
 
 
-@pytest.mark.usefixtures("at_once")
-def test_progress_starts_the_count_anew_and_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
-    watch, clock = watch_of(iter(range(100000)).__next__)
+def test_progress_starts_the_count_anew_and_a_dead_server_is_told_at_once_but_not_by_one_failed_connection(
+    clock: SimpleNamespace,
+) -> None:
+    watch = ProgressWatch(iter(range(100000)).__next__, 60.0)
     assert looks(watch, clock, 1000.0) == ""
-    watch, clock = watch_of(GONE)
+    watch = ProgressWatch(GONE, 60.0)
     assert looks(watch, clock, 12.0) == "connection refused"
     answers: Iterator[Callable[[], object]] = iter([GONE, lambda: 1] * 50)
-    watch, clock = watch_of(lambda: next(answers)())
+    watch = ProgressWatch(lambda: next(answers)(), 60.0)
     assert looks(watch, clock, 12.0) == ""
 
 
-@pytest.mark.usefixtures("at_once")
-def test_every_change_of_the_progress_is_told_and_nothing_else() -> None:
+def test_every_change_of_the_progress_is_told_and_nothing_else(clock: SimpleNamespace) -> None:
     """An answer that is the same, none, or a server that moved by an answer of its own is no movement to tell."""
     moves: list[int] = []
     answers = iter([1, 1, 2, None, 2, 3, 3, 3, 3, 3])
-    watch, clock = watch_of(lambda: next(answers), lambda: moves.append(1))
+    watch = ProgressWatch(lambda: next(answers), 60.0, lambda: moves.append(1))
     assert looks(watch, clock, 30.0) == ""
     watch.note_progress()
     assert len(moves) == 3
