@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -19,17 +20,11 @@ from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied, SubmitOpti
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
 from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 
-FIRST_PAUSE_S = 0.1
-"""It doubles per repetition, up to ``_LAST_PAUSE_S``."""
-
+FIRST_PAUSE_S = 0.1  # it doubles per repetition, up to _LAST_PAUSE_S
 _LAST_PAUSE_S = 5.0
-
 _QUEUE_FACTOR = 2  # longest queue of a server, in samples that it draws at once
-
 _ABORT_INTERVAL_S = 0.5
-
-_ABORT_TIMEOUT_S = 30.0
-"""For servers to send the parts of aborted responses."""
+_ABORT_TIMEOUT_S = 30.0  # for servers to send the parts of aborted responses
 
 
 @dataclass(eq=False)
@@ -38,8 +33,7 @@ class _Lane:
     client: Client
     watch: ProgressWatch
     samples: int = 0
-    tokens: int = 0
-    """Upper bound of outstanding tokens, prompts included."""
+    tokens: int = 0  # upper bound of outstanding ones, prompts included
     faults: int = 0  # consecutive ones
 
 
@@ -50,8 +44,7 @@ class _Request:
     samples: dict[int, Sample]
     parts: Mapping[int, Response]
     since: int
-    faults: int = 0
-    """Does not count the loss of its server."""
+    faults: int = 0  # without the loss of its server
     name: str = ""
     home: Hashable = None
     lane: _Lane | None = None
@@ -65,8 +58,7 @@ class _Request:
 @dataclass
 class _Event:
     request: _Request
-    name: str
-    """A repeated request has another name."""
+    name: str  # a repeated request has another
     index: int = -1
     response: Response | None = None
     error: BaseException | None = None
@@ -142,16 +134,14 @@ class FleetStream:
                 yield result
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._ready and self.unfinished:
-                left = min((lane.watch.interval_s for lane in self._lanes.values()), default=1.0)
-                if deadline is not None:
-                    left = min(left, deadline - time.monotonic())
+                look_s = min((lane.watch.interval_s for lane in self._lanes.values()), default=1.0)
                 with suppress(Empty):
-                    self._settle(self._events.get(timeout=max(0.0, left)))
+                    self._settle(self._events.get(timeout=max(0.0, min(look_s, deadline - time.monotonic()))))
                 self._check_servers()
-                if not self._ready and deadline is not None and time.monotonic() >= deadline:
+                if not self._ready and time.monotonic() >= deadline:
                     return None
         except RuntimeError as error:
             self.pool.raise_if_dead(error)
@@ -197,7 +187,7 @@ class FleetStream:
             lane = min(self._lanes.values(), key=lambda lane: (lane is first.failed_lane, lane.tokens, lane.index))
             if home is not None and home is not first.failed_lane and home.samples < self._config.max_num_seqs:
                 lane = home
-            if lane.samples and lane.samples + len(self._waiting[0].samples) > _QUEUE_FACTOR * self._config.max_num_seqs:
+            if lane.samples and lane.samples + len(first.samples) > _QUEUE_FACTOR * self._config.max_num_seqs:
                 return
             self._send(self._waiting.popleft(), lane)
 
