@@ -14,8 +14,7 @@ from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.rollout import Logprobs, Response, Rollout, SamplingMask, TokenIds, token_ids
 
 _NO_TOKENS = token_ids(())
-_ROUNDING = 1e-3
-"""Nats that a log-prob may exceed 0."""
+_ROUNDING = 1e-3  # nats that a log-prob may exceed 0
 
 
 class Sampling(NamedTuple):

@@ -33,11 +33,9 @@ from tepo_megatron.sampler.vllm.server import Server
 
 _KEY = "key"
 _FAILED = "failed"
-_CLOSED = "closed"
-"""Written when the trainer has ended: servers end too, where no Slurm does it."""
+_CLOSED = "closed"  # written when the trainer has ended: servers end too, where no Slurm does it
 _POLL_INTERVAL_S = 0.5
 _WATCH_INTERVAL_S = 1.0
-
 _REGISTRY = "TEPO_SERVERS"
 _COMMAND = (sys.executable, "-m", "tepo_megatron", "serve")
 _STOP_TIMEOUT_S = 60.0
@@ -154,8 +152,7 @@ def with_local_address(config: ServerConfig) -> ServerConfig:
 class ExternalServer:
     """``start`` and ``stop`` only decide whether to wait for a server; starting a failed one again retires it."""
 
-    was_used = False
-    """This job's ranks had it before they were restarted."""
+    was_used = False  # by this job's ranks, before they were restarted
 
     def __init__(self, config: ServerConfig, *, registry: Path, index: int, key: str, log: Path) -> None:
         self.config, self.log, self.port = config, log, 0

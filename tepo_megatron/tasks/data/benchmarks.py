@@ -19,7 +19,6 @@ from tepo_megatron.runtime.user_code import unknown
 from tepo_megatron.tasks.data.rows import DataFiles, file_digest
 
 LOCK = "digests.json"
-
 SETS = "benchmarks.yaml"
 
 _Row = Mapping[str, Any]

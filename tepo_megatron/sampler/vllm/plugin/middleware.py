@@ -52,8 +52,7 @@ class Middleware:
         self._expected = f"Bearer {key}".encode()
         self._has_weights = not os.environ.get(wire.AWAITS_VARIABLE)
         self._is_updating = False
-        self._open: dict[str, list[str]] = {}
-        """Request id → the engine's names of its samples."""
+        self._open: dict[str, list[str]] = {}  # request id → the engine's names of its samples
         self._routes = {wire.SAMPLES: self._draw, wire.ABORT: self._abort, wire.PROGRESS: self._progress, wire.FACTS: _facts}
         self._routes |= {wire.USE_ADAPTER: _use_adapter, wire.READ_BACK: _read_back}
 
