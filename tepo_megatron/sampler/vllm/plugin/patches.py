@@ -29,32 +29,25 @@ def sign_objects(key: str) -> None:
     from torch.distributed import distributed_c10d
 
     secret = hashlib.sha256(b"objects between workers " + key.encode()).digest()
+    sign = partial(hmac.digest, secret, digest="sha256")
 
-    class Pickler:
+    class Signed:
         def __init__(self, file: BinaryIO) -> None:
             self._file = file
 
         def dump(self, value: Any) -> None:
             data = pickle.dumps(value)
-            self._file.write(_signature(secret, data) + data)
-
-    class Unpickler:
-        def __init__(self, file: BinaryIO) -> None:
-            self._file = file
+            self._file.write(sign(data) + data)
 
         def load(self) -> Any:
             signature, data = self._file.read(_SIGNATURE_BYTES), self._file.read()
-            if not hmac.compare_digest(signature, _signature(secret, data)):
+            if not hmac.compare_digest(signature, sign(data)):
                 raise RuntimeError(
                     "an object came to this worker that no other worker of this server has signed; it was not read"
                 )
             return pickle.loads(data)  # noqa: S301  # one of this server's workers has made it
 
-    distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler  # type: ignore[assignment]
-
-
-def _signature(secret: bytes, data: bytes) -> bytes:
-    return hmac.digest(secret, data, "sha256")
+    distributed_c10d._pickler = distributed_c10d._unpickler = Signed  # type: ignore[assignment]
 
 
 def _patches_apply() -> bool:
