@@ -223,9 +223,19 @@ def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> 
 
     Raises ValueError if nodes cannot have equal shares, RuntimeError if a server does not start or dies too often.
     """
-    share, registry = _share(config.rollout.server, node, nodes), config.rollout.server.registry
-    assert registry is not None
-    serve(with_local_address(config.rollout.server), config, registry, share, model_dir=model_dir, name=str(node))
+    server = config.rollout.server
+    if server.registry is None:
+        raise ValueError(
+            "tepo serve needs rollout.server.placement = external and rollout.server.registry, a folder that it shares with "
+            "the trainer; with placement = local, 'tepo train' starts the servers itself"
+        )
+    if not 0 <= node < nodes:
+        raise ValueError(f"node {node} is not one of {nodes} nodes; number them from 0")
+    if server.count % nodes:
+        raise ValueError(f"rollout.server.count = {server.count} servers cannot be spread over {nodes} nodes; give a multiple")
+    size = server.count // nodes
+    share = range(node * size, (node + 1) * size)
+    serve(with_local_address(server), config, server.registry, share, model_dir=model_dir, name=str(node))
 
 
 def serve(
@@ -280,20 +290,6 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
     finally:
         for one in servers:
             one.stop()
-
-
-def _share(config: ServerConfig, node: int, nodes: int) -> range:
-    if config.placement != "external":
-        raise ValueError(
-            "tepo serve needs rollout.server.placement = external and rollout.server.registry, a folder that it shares with "
-            "the trainer; with placement = local, 'tepo train' starts the servers itself"
-        )
-    if not 0 <= node < nodes:
-        raise ValueError(f"node {node} is not one of {nodes} nodes; number them from 0")
-    if config.count % nodes:
-        raise ValueError(f"rollout.server.count = {config.count} servers cannot be spread over {nodes} nodes; give a multiple")
-    size = config.count // nodes
-    return range(node * size, (node + 1) * size)
 
 
 def registry_for_ranks() -> Path | None:

@@ -18,15 +18,6 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.restarts import named_job
 from tepo_megatron.sampler.fleet import external
-from tepo_megatron.sampler.fleet.external import (
-    ExternalServer,
-    RegistryEntry,
-    registry_for_ranks,
-    serve_node,
-    servers_for_ranks,
-    shared_key,
-    with_local_address,
-)
 from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tests.support.faulty_server import FaultyServer
@@ -40,29 +31,29 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> ExternalServer:
+def stand_in(tmp_path: Path) -> external.ExternalServer:
     return external_server(tmp_path)
 
 
-def external_server(registry: Path) -> ExternalServer:
+def external_server(registry: Path) -> external.ExternalServer:
     config = ServerConfig(placement="external", registry=registry)
-    return ExternalServer(config, registry=registry, index=0, key="key", log=registry / "server-0.log")
+    return external.ExternalServer(config, registry=registry, index=0, key="key", log=registry / "server-0.log")
 
 
-def wait(server: ExternalServer, timeout_s: float = TIMEOUT_S) -> None:
+def wait(server: external.ExternalServer, timeout_s: float = TIMEOUT_S) -> None:
     server.config = server.config.model_copy(update={"start_timeout_s": timeout_s})
     server.wait_ready()
 
 
 @pytest.fixture
-def entry(tmp_path: Path) -> RegistryEntry:
-    return RegistryEntry(tmp_path, 0)
+def entry(tmp_path: Path) -> external.RegistryEntry:
+    return external.RegistryEntry(tmp_path, 0)
 
 
 def test_all_who_ask_at_once_get_one_key_that_only_its_owner_reads(tmp_path: Path) -> None:
     folder = tmp_path / "registry"
     with ThreadPoolExecutor(16) as pool:
-        keys = set(pool.map(lambda _: shared_key(folder), range(64)))
+        keys = set(pool.map(lambda _: external.shared_key(folder), range(64)))
     assert len(keys) == 1
     assert len(keys.pop()) >= 40
     assert [path.name for path in folder.iterdir()] == ["key"]
@@ -70,28 +61,28 @@ def test_all_who_ask_at_once_get_one_key_that_only_its_owner_reads(tmp_path: Pat
 
 
 def test_a_key_or_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> None:
-    shared_key(folder := tmp_path / "registry")
+    external.shared_key(folder := tmp_path / "registry")
     key = folder / "key"
     assert folder.stat().st_mode & 0o777 == 0o700
     key.chmod(0o640)
     with pytest.raises(RuntimeError, match=r"key belongs to user \d+ and has mode 0640, so that others can open it"):
-        shared_key(folder)
+        external.shared_key(folder)
     key.chmod(0o600)
     folder.chmod(0o770)
     with pytest.raises(RuntimeError, match=r"mode 0770, so that others can write to it(?s:.*)rollout\.server\.registry"):
-        shared_key(folder)
+        external.shared_key(folder)
     folder.chmod(0o700)
     if os.geteuid() == 0:  # only root can give a file away
         os.chown(key, 65534, 65534)
         with pytest.raises(RuntimeError, match="key belongs to user 65534"):
-            shared_key(folder)
+            external.shared_key(folder)
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=r"rollout\.server\.registry"):
-        shared_key(tmp_path / "file" / "registry")
+        external.shared_key(tmp_path / "file" / "registry")
 
 
 def test_a_server_is_found_used_retired_and_found_again(
-    stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer
+    stand_in: external.ExternalServer, entry: external.RegistryEntry, server: FaultyServer
 ) -> None:
     stand_in.start()
     with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
@@ -121,7 +112,7 @@ def test_a_server_is_found_used_retired_and_found_again(
 
 
 def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait(
-    stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer, tmp_path: Path
+    stand_in: external.ExternalServer, entry: external.RegistryEntry, server: FaultyServer, tmp_path: Path
 ) -> None:
     entry.register(server.url, "used")
     stand_in.start()
@@ -140,7 +131,7 @@ def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait
 
 @pytest.mark.parametrize("state", ['{"updating": false}', '{"updating": true}', "{}", "no JSON"])
 def test_restarted_ranks_take_the_jobs_servers_again_unless_an_update_was_broken_off(
-    tmp_path: Path, entry: RegistryEntry, server: FaultyServer, state: str
+    tmp_path: Path, entry: external.RegistryEntry, server: FaultyServer, state: str
 ) -> None:
     server.progress = state
     with named_job("one"):
@@ -160,7 +151,7 @@ def test_restarted_ranks_take_the_jobs_servers_again_unless_an_update_was_broken
     assert entry.is_retired("used")
 
 
-def started(server: ExternalServer) -> ExternalServer:
+def started(server: external.ExternalServer) -> external.ExternalServer:
     server.start()
     return server
 
@@ -173,7 +164,7 @@ def run_of(folder: Path, **server: Any) -> RunConfig:
 def test_a_node_that_cannot_serve_tells_the_trainer_why_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Server, "make_all", MagicMock(side_effect=ValueError("there is too little memory")))
     with pytest.raises(ValueError, match="too little memory"):
-        serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
+        external.serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
     with pytest.raises(RuntimeError, match="too little memory"):
         wait(started(external_server(tmp_path)))
 
@@ -182,7 +173,7 @@ def test_servers_end_when_the_trainer_has_closed_their_registry(tmp_path: Path, 
     server = MagicMock(alive=True, url="http://127.0.0.1:1", port=1)
     monkeypatch.setattr(Server, "make_all", lambda *_, **__: [server])
     server.wait_ready.side_effect = lambda: (tmp_path / "closed").write_text("0\n")
-    serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
+    external.serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
     assert server.stop.call_count == 2  # before it starts, and at the end
 
 
@@ -208,12 +199,12 @@ def test_what_holds_the_servers_outlives_a_kill_but_not_its_starter(tmp_path: Pa
         wait_until(lambda: file.exists() and file.read_text().count("\n") == count, TIMEOUT_S, f"{count} lives")
         return [int(line) for line in file.read_text().split()]
 
-    with servers_for_ranks(config):
+    with external.servers_for_ranks(config):
         first = lives(1)
     assert not wait_gone(first, TIMEOUT_S)
-    assert registry_for_ranks() is None
-    with servers_for_ranks(config):
-        registry = registry_for_ranks()
+    assert external.registry_for_ranks() is None
+    with external.servers_for_ranks(config):
+        registry = external.registry_for_ranks()
         assert registry is not None
         assert registry.stat().st_mode & 0o777 == 0o700
         for count in (2, 3):
@@ -225,7 +216,7 @@ def test_what_holds_the_servers_outlives_a_kill_but_not_its_starter(tmp_path: Pa
 def test_the_address_is_that_of_the_interface_or_of_the_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(found: str | OSError, **config: Any) -> str:
         monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", MagicMock(side_effect=[found]))
-        return with_local_address(ServerConfig(placement="external", registry=Path("r"), **config)).host
+        return external.with_local_address(ServerConfig(placement="external", registry=Path("r"), **config)).host
 
     assert address("10.1.2.3") == "10.1.2.3"
     assert address("10.1.2.3", interface="lo") == "127.0.0.1"
@@ -247,7 +238,7 @@ def test_the_address_is_that_of_the_interface_or_of_the_machines_name(monkeypatc
 def test_a_node_that_cannot_serve_says_why(server: dict[str, Any], place: tuple[int, int], message: str) -> None:
     config = RunConfig.model_validate({"rollout": {"server": server}})
     with pytest.raises(ValueError, match=message):
-        serve_node(config, model_dir=Path("model"), node=place[0], nodes=place[1])
+        external.serve_node(config, model_dir=Path("model"), node=place[0], nodes=place[1])
 
 
 class FakeServer:
@@ -278,7 +269,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("tepo_megatron.sampler.vllm.server.Server", make)
     config = run_of(tmp_path, count=4, tp=2, max_restarts=1)
-    entries = [RegistryEntry(tmp_path, index) for index in range(4)]
+    entries = [external.RegistryEntry(tmp_path, index) for index in range(4)]
     first: list[Any] = []
     turns = iter(
         [
@@ -291,7 +282,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     watch = SimpleNamespace(sleep=lambda _: next(turns)(), monotonic=time.monotonic)  # other threads sleep, too
     monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time", watch)
     with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
-        serve_node(config, model_dir=Path("model"), node=1, nodes=2)
+        external.serve_node(config, model_dir=Path("model"), node=1, nodes=2)
     assert first[:2] == [None, None]  # the other node's
     assert [each.gpus for each in made] == [(0, 1), (2, 3)]
     assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
