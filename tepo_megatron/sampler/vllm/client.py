@@ -140,13 +140,13 @@ class Client:
         body = {
             "id": name or secrets.token_hex(8),
             "model": self._model,
-            "prompt": _listed(prompt),
+            "prompt": np.asarray(prompt).tolist(),
             **({"cache_salt": salt} if self.versions_apart else {}),
             **({} if cached is None else {"count_cached": True, "priority": _FIRST}),
             "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
             **({"sampling_mask": True} if sampling.sampling_mask else {}),
             "samples": [
-                {"sample": one.index, "seed": one.seed, "max_tokens": one.max_new_tokens, "prefix": _listed(one.prefix)}
+                {"sample": one.index, "seed": one.seed, "max_tokens": one.max_new_tokens, "prefix": one.prefix.tolist()}
                 for one in samples
             ],
         }
@@ -387,7 +387,3 @@ def _message(reply: httpx.Response) -> str:
         return reply.text[:500] or "no explanation"
     error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
     return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
-
-
-def _listed(ids: Sequence[int] | TokenIds) -> list[int]:
-    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
