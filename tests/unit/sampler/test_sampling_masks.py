@@ -106,38 +106,27 @@ def test_a_stop_string_that_is_a_special_token_is_found(middleware: Middleware) 
 
 
 Others = list[list[int]]
-others = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=6)
 
 
-def mask_of(given: Others) -> SamplingMask:
-    return SamplingMask([len(each) for each in given], [token for each in given for token in each])
+def mask_of(others: Others) -> SamplingMask:
+    return SamplingMask([len(ids) for ids in others], [token for ids in others for token in ids])
 
 
 def lists_of(mask: SamplingMask) -> Others:
     return [[int(token) for token in row if token != NO_TOKEN] for row in mask.padded()]
 
 
-@given(others)
-def test_padded_rows_are_the_tokens(given: Others) -> None:
-    mask = mask_of(given)
-    assert lists_of(mask) == given
-    assert mask.padded().shape == (len(given), max(map(len, given), default=0))
-    assert len(mask) == len(given)
-
-
-@given(others.filter(bool), st.data())
-def test_places_may_repeat_and_come_in_any_order(given: Others, data: st.DataObject) -> None:
-    at = data.draw(st.lists(st.sampled_from(range(len(given)))))
-    assert lists_of(mask_of(given)[np.array(at, np.int64)]) == [given[each] for each in at]
-
-
-@given(st.lists(others))
-def test_joined_is_one_behind_the_other(parts: list[Others]) -> None:
-    whole = [each for part in parts for each in part]
+@given(st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=6)), st.data())
+def test_joined_masks_are_their_tokens_at_places_that_may_repeat_in_any_order(parts: list[Others], data: st.DataObject) -> None:
+    whole = [ids for part in parts for ids in part]
     joined = SamplingMask.joined(map(mask_of, parts))
-    assert joined == mask_of(whole)
+    assert joined == mask_of(whole) != mask_of([*whole, [1]])
     assert hash(joined) == hash(mask_of(whole))
-    assert joined != mask_of([*whole, [1]])
+    assert lists_of(joined) == whole
+    assert joined.padded().shape == (len(joined), max(map(len, whole), default=0))
+    assert len(joined) == len(whole)
+    places = data.draw(st.lists(st.sampled_from(range(len(whole))))) if whole else []
+    assert lists_of(joined[np.array(places, np.int64)]) == [whole[index] for index in places]
 
 
 @pytest.mark.parametrize(("counts", "ids"), [([2], [1]), ([-1, 1], []), ([1, 1], [1, 2, 3]), ([[1]], [1])])
