@@ -178,10 +178,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             future.set_exception(error)
         return future
 
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(client, "time", clock)
+    made = SimpleNamespace(now=0.0)
+    made.monotonic = lambda: made.now
+    monkeypatch.setattr(client, "time", made)
     monkeypatch.setattr(client, "ThreadPoolExecutor", lambda *_, **__: SimpleNamespace(submit=submit))
-    return clock
+    return made
 
 
 def looks(watch: ProgressWatch, clock: SimpleNamespace, seconds: float, step: float = 1.0) -> str:
