@@ -20,7 +20,7 @@ import pytest
 
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
-from tepo_megatron.tools.faults.strangers import content, plain_files
+from tepo_megatron.tools.faults.strangers import _ask_routes, _can_open, _ports_that_take, content, plain_files
 from tests.support import stranger
 from tests.support.processes import assert_none_names, eventually, family, listeners, unix_sockets
 from tests.support.programs import FEW_BLOCKS, RUN, TIMEOUT_S, last_step, rows, wait_for_rows
@@ -48,7 +48,7 @@ class Run:
     out: Path
     server: psutil.Process
     key: str
-    url: str
+    port: int
     private: Path
     """The folder in which the ranks meet, and below which the servers' sockets and temporary files are."""
 
@@ -71,17 +71,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         wait_for_rows(process, out, 3)  # the weights have travelled, and do again
         (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:4]]
         environment, arguments = server.environ(), server.cmdline()
-        url = f"http://{arguments[arguments.index('--host') + 1]}:{arguments[arguments.index('--port') + 1]}"
+        port = int(arguments[arguments.index("--port") + 1])
         rank = next(each for each in family(process.pid) if "RANK" in each.environ())
-        yield Run(process, out, server, environment["VLLM_API_KEY"], url, Path(rank.environ()[FOLDER_VARIABLE]))
+        yield Run(process, out, server, environment["VLLM_API_KEY"], port, Path(rank.environ()[FOLDER_VARIABLE]))
     finally:
         process.kill()
         assert_none_names(out)
 
 
-def models(url: str, key: str) -> int:
+def models(port: int, key: str) -> int:
     """The status of a route that asks for the key."""
-    return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S).status_code
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, timeout=TIMEOUT_S).status_code
 
 
 def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
@@ -96,14 +97,13 @@ def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
         key = key_file.read_text()
         assert {each.address for each in listeners(process.pid)} == {"127.0.0.1"}
         (port,) = {each.port for each in listeners(process.pid) if "api_server" in each.program}
-        url = f"http://127.0.0.1:{port}"
-        refused = stranger.ask(stranger.ask_routes, url, [("POST", SAMPLES), ("POST", "/update_weights")])
+        refused = stranger.ask(_ask_routes, port, [("POST", SAMPLES), ("POST", "/update_weights")])
         assert {status for *_, status in refused} == {401}
-        assert models(url, key) == 200
+        assert models(port, key) == 200
         ports = {each.port for each in listeners(process.pid)}
-        assert stranger.ask(stranger.poison_stores, tmp_path / "proof", *ports) == []
+        assert stranger.poison_stores(tmp_path / "proof", *ports) == []
         environments = [f"/proc/{each.pid}/environ" for each in family(process.pid)]
-        assert stranger.ask(stranger.read_files, key_file, *unix_sockets(process.pid), *environments, RUN) == [str(RUN)]
+        assert stranger.ask(_can_open, [key_file, *unix_sockets(process.pid), *environments, RUN]) == [str(RUN)]
         assert not any(key.encode() in Path(f"/proc/{each.pid}/cmdline").read_bytes() for each in family(process.pid))
         holders = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
         assert holders == [key_file]
@@ -117,7 +117,7 @@ def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
 def test_ports_are_on_the_loopback_address_and_none_is_a_store(run: Run, tmp_path: Path) -> None:
     ports = listeners(run.process.pid)
     assert {each.address for each in ports} == {"127.0.0.1"}
-    assert stranger.ask(stranger.poison_stores, tmp_path / "proof", *(each.port for each in ports)) == []
+    assert stranger.poison_stores(tmp_path / "proof", *(each.port for each in ports)) == []
     assert not (tmp_path / "proof").exists()
 
 
@@ -141,11 +141,11 @@ def test_every_route_of_the_server_asks_for_the_key(run: Run) -> None:
     asked = routes()
     assert {("POST", "/update_weights"), ("POST", "/collective_rpc"), ("POST", "/inference/v1/generate")} < set(asked)
     assert len(asked) > 40
-    for method, path, header, status in stranger.ask(stranger.ask_routes, run.url, asked):
+    for method, path, header, status in stranger.ask(_ask_routes, run.port, asked):
         # it says only whether the engine works; the trainer asks it before it has a reason to send the key
         expected = (200, 405) if path == "/health" else (403,) if method == "WEBSOCKET" else (401,)
         assert status in expected, (method, path, header)
-    assert models(run.url, run.key) == 200
+    assert models(run.port, run.key) == 200
     run.wait_for_steps(1)
 
 
@@ -153,7 +153,7 @@ def test_the_run_goes_on_when_a_stranger_sends_garbage_to_its_ports(run: Run) ->
     numbers = sorted({each.port for each in listeners(run.process.pid)})
     assert numbers
     for _ in range(2):
-        assert sorted(stranger.ask(stranger.send_garbage, *numbers)) == numbers
+        assert stranger.ask(_ports_that_take, bytes(8) + os.urandom(4096), numbers) == numbers
     run.wait_for_steps(2)
 
 
@@ -169,7 +169,7 @@ def test_sockets_and_temporary_files_are_in_a_folder_that_a_stranger_cannot_ente
     assert all(any(Path(path).is_relative_to(folder) for folder in folders) for path in sockets)
     below = [path for folder in folders for path in folder.rglob("*") if not path.is_dir()]
     assert any("vllm_dist" in path.name for path in below)
-    assert stranger.ask(stranger.read_files, *below, *sockets, run.private / "attempt-0", RUN) == [str(RUN)]
+    assert stranger.ask(_can_open, [*below, *sockets, run.private / "attempt-0", RUN]) == [str(RUN)]
 
 
 def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
@@ -177,7 +177,7 @@ def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
         each.path for process in family(run.process.pid) for each in process.memory_maps() if each.path.startswith("/dev/shm/")
     }
     assert mapped, "the workers of one server share some"
-    assert stranger.ask(stranger.read_files, *mapped, RUN) == [str(RUN)]
+    assert stranger.ask(_can_open, [*mapped, RUN]) == [str(RUN)]
 
 
 def test_the_key_is_in_no_file_and_on_no_command_line(run: Run) -> None:
@@ -188,7 +188,7 @@ def test_the_key_is_in_no_file_and_on_no_command_line(run: Run) -> None:
     lines = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in family(run.process.pid)]
     assert len(lines) > 5
     assert not any(key in line for line in lines)
-    assert stranger.ask(stranger.read_files, *(f"/proc/{process.pid}/environ" for process in family(run.process.pid))) == []
+    assert stranger.ask(_can_open, [f"/proc/{process.pid}/environ" for process in family(run.process.pid)]) == []
 
 
 def test_ctrl_c_saves_the_run_and_ends_everything(run: Run) -> None:

@@ -85,7 +85,7 @@ def test_the_proof_is_one_torchruns_own_rendezvous_runs_the_strangers_code(start
     (tmp_path / "sleeper.py").write_text("import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)")
     process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "sleeper", up)
     wait_for(process, up)
-    keys = stranger.ask(stranger.poison_stores, proof, *(each.port for each in listeners(process.pid)))
+    keys = stranger.poison_stores(proof, *(each.port for each in listeners(process.pid)))
     assert any(key.startswith("torch.rendezvous.") for key in keys)
     wait_until(proof.exists, TIMEOUT_S, "the proof")
 
@@ -143,7 +143,7 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
     everywhere = {each for agent in agents for each in listeners(agent.pid)}
     assert {each.address for each in everywhere} == {"127.0.0.1"}
     assert port in {each.port for each in everywhere}
-    keys = stranger.ask(stranger.poison_stores, tmp_path / "proof", *(each.port for each in everywhere))
+    keys = stranger.poison_stores(tmp_path / "proof", *(each.port for each in everywhere))
     assert "7.0/torchelastic/role_info/0" in keys
     (tmp_path / "end").touch()
     assert [agent.wait(TIMEOUT_S) for agent in agents] == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import encodings.idna  # noqa: F401  # sockets need it, and a stranger may not be able to read this Python
@@ -10,9 +11,8 @@ import itertools
 import os
 import random
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,73 +25,98 @@ from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, differ
 
 T = TypeVar("T")
 _NOBODY = 65534
-PATIENCE_S = 30.0
+PATIENCE_S = 10.0
 
 _ROUTES = (
-    "/inference/v1/generate",
-    "/tepo/samples",
-    "/tepo/samples/abort",
-    "/collective_rpc",
-    "/update_weights",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/finish_weight_update",
-    "/sleep",
-    "/pause",
-    "/reset_prefix_cache",
-    "/v1/completions",
-    "/openapi.json",
-    "/metrics",
+    *("/inference/v1/generate", "/tepo/samples", "/tepo/samples/abort", "/collective_rpc", "/update_weights"),
+    *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/sleep", "/pause"),
+    *("/reset_prefix_cache", "/v1/completions", "/openapi.json", "/metrics"),
 )
+_METHODS = ("GET", "POST", "WEBSOCKET")
+_WRONG_KEYS = (None, "Bearer wrong", "Bearer ", "Basic d3Jvbmc6d3Jvbmc=")
+_WEBSOCKET = {
+    **{"Upgrade": "websocket", "Connection": "Upgrade"},
+    **{"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="},
+}
 
 
-def _request(port: int, route: str, key: str) -> list[int]:
-    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-    codes = []
-    for method, body in (("GET", None), ("POST", "{}")):
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+def _ask_routes(port: int, routes: Iterable[tuple[str, str]]) -> list[list[Any]]:
+    answers = []  # [method, path, authorization, status, or 0 without an answer]
+    for (method, path), key in itertools.product(routes, _WRONG_KEYS):
+        upgrade = _WEBSOCKET if method == "WEBSOCKET" else {}
+        headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": key}), **upgrade}
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
             try:
-                connection.request(method, route, body=body, headers=headers)
-                codes.append(connection.getresponse().status)
+                connection.request("GET" if upgrade else method, path, None if upgrade else "{}", headers)
+                status = connection.getresponse().status
             except (OSError, http.client.HTTPException):
-                codes.append(0)
-    return codes
+                status = 0
+        answers.append([method, path, key, status])
+    return answers
 
 
-def _write_to_store(proof: Path, runs_code: bool, port: int) -> bool:
-    value = f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode() if runs_code else b"stranger"
-    names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
-    try:
-        patience = datetime.timedelta(seconds=PATIENCE_S / 3)
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
-        for name in names:
-            store.set(name, value)  # type: ignore[arg-type]  # bytes are taken, too
-        return bool(store.get("tepo_stranger") == value)
-    except RuntimeError:  # torch raises it for sockets
-        return False
+def _pickle_that_makes(path: Path) -> bytes:
+    return f"cposix\nsystem\n(S'touch {path}'\ntR.".encode()
 
 
-def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[int]:
-    took: list[int] = []
+def _overwrite_stores(value: bytes, ports: Sequence[int]) -> list[tuple[int, str]]:
+    written = []
+    for port in _where(_is_store, ports):
+        with contextlib.suppress(RuntimeError):  # torch raises it for sockets
+            patience = datetime.timedelta(seconds=PATIENCE_S)
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+            store.set("tepo_stranger", value)  # type: ignore[arg-type]  # takes bytes
+            written.append((port, "tepo_stranger"))
+            for key in store.list_keys():
+                # The state of a dynamic rendezvous is written in base64.
+                store.set(key, base64.b64encode(value) if "rendezvous" in key else value)  # type: ignore[arg-type]  # takes bytes
+                written.append((port, key))
+    return written
 
-    def attempt(port: int) -> None:
-        if work(port):
-            took.append(port)
 
-    threads = [threading.Thread(target=attempt, args=(port,), daemon=True) for port in ports]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + PATIENCE_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return sorted(took)
+def _is_store(port: int) -> bool:
+    # it answers a ping
+    validate, magic, ping, number = b"\x00", (0x3C85F7CE).to_bytes(4, "little"), b"\x0d", (4711).to_bytes(4, "little")
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+        connection.sendall(validate + magic + ping + number)
+        return connection.recv(4) == number
+    return False
 
 
-def _send(payload: bytes, port: int) -> None:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        connection.settimeout(2)
+def _ports_that_take(payload: bytes, ports: Sequence[int]) -> list[int]:
+    return _where(partial(_takes, payload), ports)
+
+
+def _takes(payload: bytes, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.sendall(payload)
-        connection.recv(4096)
+        connection.settimeout(2)
+        with contextlib.suppress(OSError):
+            connection.recv(4096)
+        return True
+    return False
+
+
+def _where(condition: Callable[[int], bool], ports: Sequence[int]) -> list[int]:
+    # all have the same few seconds to say nothing
+    with ThreadPoolExecutor(64) as pool:
+        return [port for port, is_true in zip(ports, pool.map(condition, ports), strict=True) if is_true]
+
+
+def _can_open(paths: Iterable[str | Path]) -> list[str]:
+    return [path for path in map(str, paths) if _opens(path)]
+
+
+def _opens(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        if os.path.exists(path) and not os.path.isfile(path):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(path)
+        else:
+            with open(path, "rb"):
+                pass
+        return True
+    return False
 
 
 def plain_files(folder: Path) -> Iterator[Path]:
@@ -112,8 +137,8 @@ def _mode(path: Path) -> int:
     return 0
 
 
-def as_stranger(work: Callable[..., T], *arguments: Any, limit_s: float = 120.0) -> T | None:
-    """Uses a fork: another user may not read this Python. Returns None after ``limit_s``."""
+def as_stranger(work: Callable[..., T], *arguments: Any, limit_s: float = 120.0) -> T:
+    """Uses a fork: another user may not read this Python. Raises TimeoutError after ``limit_s``."""
 
     def attempt() -> T:
         if os.geteuid() == 0:
@@ -122,7 +147,10 @@ def as_stranger(work: Callable[..., T], *arguments: Any, limit_s: float = 120.0)
             os.setuid(_NOBODY)
         return work(*arguments)
 
-    return in_fork(attempt, limit_s=limit_s)
+    answer: T | None = in_fork(attempt, limit_s=limit_s)
+    if answer is None:
+        raise TimeoutError(f"the stranger failed, or came to no end within {limit_s:g} s")
+    return answer
 
 
 class _Strangers(FaultClass):
@@ -155,14 +183,16 @@ class _Strangers(FaultClass):
 
     def _route(self, route: str) -> str:
         servers = {port for pid, port in listening(self._pids) if "api_server" in Process.command_line(pid)}
-        for port, key in itertools.product(servers, ("", "wrong", "Bearer")):
-            codes = as_stranger(_request, port, route, key)
-            if not codes or any(200 <= code < 300 for code in codes):
-                return f"{route} at port {port} answered {codes} to the key {key!r}"
+        for port in servers:
+            asked = [(method, route) for method in _METHODS]
+            limit_s = (len(asked) * len(_WRONG_KEYS) + 6) * PATIENCE_S  # also of a server that keeps silent
+            for method, _, key, status in as_stranger(_ask_routes, port, asked, limit_s=limit_s):
+                if 100 < status < 300:
+                    return f"{method} {route} at port {port} answered {status} to the key {key!r}"
         return ""
 
     def _send(self, payload: bytes) -> str:
-        as_stranger(_at_every_port, partial(_send, payload), self._ports())
+        as_stranger(_ports_that_take, payload, self._ports())
         return "" if self._next_row() else f"the run ended: {self._run.said()}"
 
     def _next_row(self) -> bool:
@@ -176,8 +206,8 @@ class _Strangers(FaultClass):
         return {result[name] for result in map(Process.environment, self._pids) for name in names if result.get(name)}
 
     def _environments(self) -> str:
-        paths = (Path(f"/proc/{pid}/environ") for pid in self._pids if os.geteuid() == 0)  # others may read their own files
-        return next((f"{path} can be read" for path in paths if as_stranger(lambda path=path: bool(content(path)))), "")
+        paths = [f"/proc/{pid}/environ" for pid in self._pids if os.geteuid() == 0]  # others may read their own files
+        return next((f"{path} can be read" for path in as_stranger(_can_open, paths)), "")
 
     def _command_lines(self) -> str:
         keys = self._keys()
@@ -197,9 +227,8 @@ class _Strangers(FaultClass):
     def _stores(self, *, runs_code: bool) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
         proof.unlink(missing_ok=True)
-        written = as_stranger(_at_every_port, partial(_write_to_store, proof, runs_code), self._ports())
-        if written is None:
-            return "the stranger came to no end at the stores"
+        value = _pickle_that_makes(proof) if runs_code else b"stranger"
+        written = sorted({port for port, _ in as_stranger(_overwrite_stores, value, self._ports())})
         self._next_row()
         if proof.exists():
             proof.unlink()

@@ -154,7 +154,7 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
 
 
 def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(strangers, "PATIENCE_S", 15.0)
+    monkeypatch.setattr(strangers, "PATIENCE_S", 5.0)
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     live = SimpleNamespace(pids=[os.getpid()], last_step=0, steps=1, wait_for_row=bool, running=True, out=tmp_path)

@@ -25,7 +25,6 @@ from tepo_megatron.sampler.vllm.plugin.patches import mend_expansion, sign_objec
 from tepo_megatron.sampler.vllm.wire import ADAPTER_NAME, ADAPTER_PATH, USE_ADAPTER
 from tests.support.launch import run_dist, run_world
 from tests.support.programs import run_python
-from tests.support.stranger import Payload
 from tests.unit.sampler.conftest import ask
 
 
@@ -44,6 +43,16 @@ def read(data: bytes) -> Any:
 def written(value: object) -> bytes:
     distributed_c10d._pickler(file := io.BytesIO()).dump(value)
     return file.getvalue()
+
+
+class Payload:
+    """Unpickled, it makes an empty file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (self.path, "w")
 
 
 def test_a_pickle_without_the_signature_runs_nothing(tmp_path: Path) -> None:
