@@ -45,7 +45,7 @@ from tepo_megatron.tools.faults.hostile import (
     chat_tokenizer,
     needs_unicode,
     refusable,
-    write_tokenizer,
+    tokenizer_files,
 )
 from tepo_megatron.tools.report import write_report
 from tepo_megatron.tools.sweep import read_sweep, runs_of, shard
@@ -288,7 +288,7 @@ def _model(folder: Path, random: Hostile) -> None:
 
 @border("tokenizer")
 def _tokenizer(folder: Path, random: Hostile) -> None:
-    write_tokenizer(folder, random)
+    _spoil_one(folder, random, tokenizer_files())
     if random.random() < 0.2:
         model = (resolve_model_path(_TINY) / "tokenizer.model").read_bytes()
         (folder / "tokenizer.json").unlink()

@@ -114,7 +114,9 @@ class Hostile(Random):
 def chat_tokenizer() -> Tokenizer:
     """One of bytes, with a chat template and ``SPECIAL`` tokens."""
     with TemporaryDirectory() as folder:
-        return load_tokenizer(write_tokenizer(Path(folder)))
+        for name, content in tokenizer_files().items():
+            Path(folder, name).write_text(json.dumps(content))
+        return load_tokenizer(Path(folder))
 
 
 _TEMPLATE = (
@@ -124,7 +126,7 @@ _TEMPLATE = (
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def write_tokenizer(folder: Path, random: Hostile | None = None) -> Path:
+def tokenizer_files() -> dict[str, Any]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocabulary = {name: index for index, name in enumerate([*SPECIAL, *sorted(ByteLevel.alphabet())])}
@@ -133,18 +135,12 @@ def write_tokenizer(folder: Path, random: Hostile | None = None) -> Path:
     added = [{"id": index, "content": name, **flags} for index, name in enumerate(SPECIAL)]
     core = {"version": "1.0", "added_tokens": added, "pre_tokenizer": _LEVEL, "decoder": _LEVEL, "model": model}
     settings = {"eos_token": SPECIAL[0], "chat_template": _TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    files: dict[str, Any] = {
+    return {
         "tokenizer.json": core,
         "tokenizer_config.json": settings,
         "generation_config.json": {"eos_token_id": [0]},
         "config.json": {"vocab_size": 300, "eos_token_id": 0},
     }
-    for name, sound in files.items():
-        (folder / name).write_text(json.dumps(sound))
-    if random is not None:  # one of them is hostile
-        wrong = random.choice(list(files))
-        (folder / wrong).write_bytes(random.json(files[wrong]))
-    return folder
 
 
 Entry = Callable[[Path, Hostile], object]
