@@ -14,16 +14,11 @@ import warnings
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.tools.results import resident_bytes
 from tepo_megatron.trainer.megatron.engine import Engine
 from tests.support.random_models import draw_rollouts
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
-
-
-def resident(kind: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (peak since the last reset), in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
-    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
@@ -34,12 +29,12 @@ def main() -> None:
     config = RunConfig.model_validate(case["config"])
     rollouts = draw_rollouts([case["tokens"]] * case["sequences"])
     gc.collect()
-    before = resident("VmRSS")
+    before = resident_bytes("VmRSS")
     engine = Engine(config, Path(config.model.path))
     batch = engine.score(engine.batch_from_root(rollouts))
     engine.update(batch)
     Path("/proc/self/clear_refs").write_text("5")
     engine.update(batch)
-    growth = resident("VmHWM") - before
+    growth = resident_bytes("VmHWM") - before
     Path(case["out"], f"rank{engine.ranks.rank}.json").write_text(json.dumps(growth))
     engine.close()
