@@ -22,6 +22,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
@@ -29,7 +30,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 from tepo_megatron.runtime.rendezvous import share_gloo_thread
 
 HOST = "127.0.0.1"
-IMPORTED = ["hypothesis", "pytest", "transformers", "tests.support.imported"]
+_OURS = ["tepo_megatron.sampler.rollout_file", "tepo_megatron.tools.faults.preloaded"]
+IMPORTED = ["hypothesis", "pytest", "transformers", *_OURS]
 """What ranks find imported."""
 
 LOG_CHARACTERS = 4000
@@ -112,13 +114,9 @@ def _context() -> Any:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: there
-    forkserver.ensure_running()
-    if threads is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = threads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # read when torch is imported: there
+        forkserver.ensure_running()
     return context
 
 

@@ -4,6 +4,7 @@ import gc
 import importlib
 import warnings
 
+gc.disable()  # a collection walks a million objects
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's, of what is not installed here
     for _name in (
@@ -12,4 +13,5 @@ with warnings.catch_warnings():
     ):
         importlib.import_module(_name)
 gc.collect()
-gc.freeze()
+gc.freeze()  # a rank would copy their pages
+gc.enable()
