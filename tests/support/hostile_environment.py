@@ -9,6 +9,31 @@ from typing import Any, ClassVar
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.environments.protocol import StepResult
 
+RETURNED: dict[str, Any] = {
+    "outside": StepResult([5, 50]),
+    "below": StepResult([5, 6, -1]),
+    "unknown text": StepResult("é"),
+    "no result": ("1", 0.0, False),
+    "no number": StepResult(reward=float("nan")),
+    "too much": StepResult(reward=1e39, done=True),
+    "component": StepResult(reward={"right": 1e308}, done=True),
+    "sum": StepResult("1", reward=9e14),
+    "odd": StepResult(reward=0.5, observation={"a": 1}),  # type: ignore[arg-type]
+    "two kinds": StepResult(reward={"right": 1.0}, done=True),
+}
+
+
+def misbehave(how: str) -> None:
+    match how:
+        case "raises":
+            raise KeyError("gone")
+        case "exits":
+            raise SystemExit(3)
+        case "hangs":
+            time.sleep(60)
+        case "dies":
+            os._exit(1)
+
 
 class Hostile:
     """An environment that does in its second turn what its problem's answer says, and ends with the third."""
@@ -33,47 +58,12 @@ class Hostile:
             return StepResult("1")
         if self.turn < 2:
             return StepResult("1", reward=0.5)
-        match self.do:
-            case "raises":
-                raise KeyError("gone")
-            case "exits":
-                raise SystemExit(3)
-            case "hangs":
-                time.sleep(60)
-            case "dies":
-                os._exit(1)
-            case "outside":
-                return StepResult([5, 50])
-            case "below":
-                return StepResult([5, 6, -1])
-            case "unknown text":
-                return StepResult("é")
-            case "no result":
-                return ("1", 0.0, False)
-            case "no number":
-                return StepResult(reward=float("nan"))
-            case "too much":
-                return StepResult(reward=1e39, done=True)
-            case "component":
-                return StepResult(reward={"right": 1e308}, done=True)
-            case "sum":
-                return StepResult("1", reward=9e14)
-            case "odd":
-                return StepResult(reward=0.5, observation={"a": 1})  # type: ignore[arg-type]
-            case "two kinds":
-                return StepResult(reward={"right": 1.0}, done=True)
-        return StepResult(reward=0.5, done=True)
+        misbehave(self.do)
+        return RETURNED.get(self.do, StepResult(reward=0.5, done=True))
 
     def close(self) -> None:
-        match self.do:
-            case "close raises":
-                raise KeyError("gone")
-            case "close exits":
-                raise SystemExit(3)
-            case "close hangs":
-                time.sleep(60)
-            case "close dies":
-                os._exit(1)
+        if self.do.startswith("close "):
+            misbehave(self.do.removeprefix("close "))
 
 
 class Patient(Hostile):
