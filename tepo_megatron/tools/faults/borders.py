@@ -56,7 +56,7 @@ from tepo_megatron.tools.faults.hostile import (
 )
 from tepo_megatron.tools.faults.input_faults import limit_process
 from tepo_megatron.tools.faults.processes import in_fork
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------------
 
@@ -333,11 +333,8 @@ class _Borders(FaultClass):
     title = "hostile values at every border"
     whole, quick = 3 * len(ENTRIES), len(ENTRIES)
 
-    def __init__(self, workshop: Workshop) -> None:
-        super().__init__(workshop)
-        chat_tokenizer()  # once, and not in each fork
-
     def inject(self, number: int, rng: Random) -> FaultOutcome:
+        chat_tokenizer()  # is cached here, and not in each fork
         name, seed = list(ENTRIES)[number % len(ENTRIES)], rng.randrange(10**9)
         tries = 1 if self.workshop.is_quick else _SLOW.get(name, _TRIES)
         answer = in_fork(_tries, name, self.folder, seed, tries, limit_s=10.0 * _LIMIT_S)

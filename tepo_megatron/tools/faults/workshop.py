@@ -212,17 +212,15 @@ class LiveRun:
             end_tree(self._process)
             self._process = None
 
-    def complete(self) -> Path:
+    def complete(self) -> None:
         """Raises RuntimeError if the run fails."""
-        if not self.finished:
-            shutil.rmtree(self.out, ignore_errors=True)
-            self.start()
-            try:
-                if self.wait_end(10 * _PATIENCE_S):
-                    raise RuntimeError(f"the run that is not disturbed ended with {self.said()}")
-            finally:
-                self.stop()
-        return self.out
+        shutil.rmtree(self.out, ignore_errors=True)
+        self.start()
+        try:
+            if self.wait_end(10 * _PATIENCE_S):
+                raise RuntimeError(f"the run that is not disturbed ended with {self.said()}")
+        finally:
+            self.stop()
 
 
 SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the second resumes the first
@@ -309,7 +307,6 @@ class Workshop:
         self.folder, self.is_quick, self.say, self._lane = folder, quick, say, lane
         self.steps = 14 if quick else 32  # more steps: a longer reference run, but fewer restarts of live runs
         self._overrides = () if quick else _SHORT_TIMEOUTS
-        self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
 
@@ -322,11 +319,12 @@ class Workshop:
         return _replayed(self.folder / "replayed-long", {"whole": LONG})
 
     def reference(self) -> Path:
-        if self._reference is None:
-            self.say("the undisturbed run …")
-            with _locked(self.folder / "reference.lock"):
-                self._reference = LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
-        return self._reference
+        with _locked(self.folder / "reference.lock"):
+            run = LiveRun(self.folder / "reference", self.steps, self._overrides)
+            if not run.finished:
+                self.say("the undisturbed run …")
+                run.complete()
+        return run.out
 
     def live_run(self, *overrides: str) -> LiveRun:
         """At least four steps are left. Raises RuntimeError if the previous run ended unlike the undisturbed one."""
