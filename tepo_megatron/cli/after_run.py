@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
+from tepo_megatron.cli.console import AsJson, print_json, show
 from tepo_megatron.runtime.files import parse_samples
 from tepo_megatron.runtime.text import echo, printable
 
@@ -43,10 +43,9 @@ def _compare(
 
     [dim]tepo compare out/base out/mine[/]
     """
-    with user_errors():
-        from tepo_megatron.tasks.evaluate.results import compare_results
+    from tepo_megatron.tasks.evaluate.results import compare_results
 
-        result = compare_results(first, second)
+    result = compare_results(first, second)
     if as_json:
         print_json([asdict(item) for item in result])
         return
@@ -85,21 +84,20 @@ def _plot(
     [dim]tepo plot out/tepo out/grpo --png tepo-grpo.png[/]
     """
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in outputs]
-    with user_errors():
-        from tepo_megatron.run.display.plots import plot_comparison, plot_curves
+    from tepo_megatron.run.display.plots import plot_comparison, plot_curves
 
-        for path, file in zip(outputs, files, strict=True):
-            if not file.is_file():
-                raise ValueError(f"{path} has no metrics.jsonl; give the output folder of a run")
-        names = [file.resolve().parent.name for file in files]
-        if len(set(names)) < len(names):
-            names = [str(file.parent) for file in files]
-        if len(files) == 1:
-            target = png or files[0].with_name("curves.png")
-            plot_curves(files[0], target, title or names[0])
-        else:
-            target = png or Path("comparison.png")
-            plot_comparison(dict(zip(names, files, strict=True)), target, title or " · ".join(names))
+    for path, file in zip(outputs, files, strict=True):
+        if not file.is_file():
+            raise ValueError(f"{path} has no metrics.jsonl; give the output folder of a run")
+    names = [file.resolve().parent.name for file in files]
+    if len(set(names)) < len(names):
+        names = [str(file.parent) for file in files]
+    if len(files) == 1:
+        target = png or files[0].with_name("curves.png")
+        plot_curves(files[0], target, title or names[0])
+    else:
+        target = png or Path("comparison.png")
+        plot_comparison(dict(zip(names, files, strict=True)), target, title or " · ".join(names))
     echo(f"wrote {target}")
 
 
@@ -119,19 +117,18 @@ def _status(
 
     clears = watch and sys.stdout.isatty() and not as_json
     shown: list[str] = []
-    with user_errors():
-        while True:
-            lines, goes_on = run_status(output)
-            if as_json:
-                lines = [json.dumps(status_record(output), ensure_ascii=False)]
-            if clears:
-                sys.stdout.write("\x1b[2J\x1b[H")
-            if clears or lines != shown:
-                echo("\n".join(lines))
-            shown = lines
-            if not watch or not goes_on:
-                return
-            time.sleep(_WATCH_S)
+    while True:
+        lines, goes_on = run_status(output)
+        if as_json:
+            lines = [json.dumps(status_record(output), ensure_ascii=False)]
+        if clears:
+            sys.stdout.write("\x1b[2J\x1b[H")
+        if clears or lines != shown:
+            echo("\n".join(lines))
+        shown = lines
+        if not watch or not goes_on:
+            return
+        time.sleep(_WATCH_S)
 
 
 @app.command("report")
@@ -172,20 +169,19 @@ def _report(
     options: dict[str, Any] = {"title": title, "metrics": metrics or (), "most_samples": samples, "megabytes": size}
     notice = ""
     going: bool | None = None
-    with user_errors():
-        while watch and (missing := [path for path in outputs if not Run.folders_in(path)]):
-            if notice != (notice := f"waits for a run in {', '.join(map(str, missing))}"):
-                echo(notice, err=True)
-            time.sleep(watch)
-        while True:
-            written = write_report(outputs, target, **options, refresh=watch or 0)
-            if going != (going := written.goes_on) and not as_json:
-                runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
-                about = f"{runs}{', which goes on' if going else ''}, {written.samples} samples, {written.bytes / 1e6:.1f} MB"
-                echo(f"wrote {written.path}: {about}")
-            if watch is None or not written.goes_on:
-                break
-            time.sleep(watch)
+    while watch and (missing := [path for path in outputs if not Run.folders_in(path)]):
+        if notice != (notice := f"waits for a run in {', '.join(map(str, missing))}"):
+            echo(notice, err=True)
+        time.sleep(watch)
+    while True:
+        written = write_report(outputs, target, **options, refresh=watch or 0)
+        if going != (going := written.goes_on) and not as_json:
+            runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
+            about = f"{runs}{', which goes on' if going else ''}, {written.samples} samples, {written.bytes / 1e6:.1f} MB"
+            echo(f"wrote {written.path}: {about}")
+        if watch is None or not written.goes_on:
+            break
+        time.sleep(watch)
     if as_json:
         print_json({**asdict(written), "path": str(written.path)})
 
@@ -211,18 +207,17 @@ def _samples(
 
     [dim]tepo samples out/tiny --train --step 20[/]
     """
-    with user_errors():
-        path = _find_samples(output, train=train)
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        rows = list(parse_samples(path, lines[:-1]))  # a cut-off last line is skipped
-        for key, value in (("set", of_set), ("step", step), ("problem", problem)):
-            rows = rows if value is None else _that_have(rows, path, key, value)
-        if not rows:
-            raise ValueError(f"{path} has no sample yet")
-        if problem is None:
-            newest = max(row.get("step", 0) for row in rows)
-            rows = [row for row in rows if row.get("step", 0) == newest]
-        rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))][:limit]
+    path = _find_samples(output, train=train)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = list(parse_samples(path, lines[:-1]))  # a cut-off last line is skipped
+    for key, value in (("set", of_set), ("step", step), ("problem", problem)):
+        rows = rows if value is None else _that_have(rows, path, key, value)
+    if not rows:
+        raise ValueError(f"{path} has no sample yet")
+    if problem is None:
+        newest = max(row.get("step", 0) for row in rows)
+        rows = [row for row in rows if row.get("step", 0) == newest]
+    rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))][:limit]
     if as_json:
         print_json(rows)
     elif sys.stdout.isatty():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
+from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table
 from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def _finish(report: Report, output: Path, as_json: bool) -> None:
 
 
 @app.command("scores")
-@user_errors()
 def _scores_command(
     device: Annotated[str, Option(help="cpu (gloo) or cuda (NCCL, a GPU per rank).")] = "cpu",
     tp: Annotated[int | None, Option(help="Ranks, each a process of this machine. Default: 2; cuda: 1.")] = None,
@@ -72,7 +71,6 @@ def _scores_command(
 
 
 @app.command("reshard")
-@user_errors()
 def _reshard_command(
     tp: Annotated[int, Option(help="Tensor-parallel size of the trainer.")] = 2,
     pp: Annotated[int, Option(help="Pipeline-parallel size of the trainer.")] = 2,
@@ -97,7 +95,6 @@ def _reshard_command(
 
 
 @app.command("recipes")
-@user_errors()
 def _recipes_command(
     overrides: Annotated[list[str] | None, Argument(help="Settings of the run, such as engine.layers=local.")] = None,
     size: Annotated[str, Option(help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
@@ -125,7 +122,6 @@ def _recipes_command(
 
 
 @app.command("step")
-@user_errors()
 def _step_command(
     layouts: Annotated[str, Option(help="How the ranks divide the work, with commas; tp2pp2 are four ranks.")] = "tp2,dp2,pp2",
     ratios: Annotated[str, Option(help="The longest sequence over the mean, with commas.")] = "1,3,10",
@@ -159,7 +155,6 @@ def _step_command(
 
 
 @app.command("rollouts")
-@user_errors()
 def _rollouts_command(
     size: Annotated[str, Option(help="builtin, or tiny or small: a Llama with random weights.")] = "builtin",
     prompts: Annotated[int, Option(help="Prompts of a draw.", min=1)] = 64,
@@ -185,7 +180,6 @@ def _rollouts_command(
 
 
 @app.command("report")
-@user_errors()
 def _report_command(
     outputs: Annotated[list[Path], Argument(metavar="OUT", help="Output folders of runs, or of a sweep.")],
     repeats: Annotated[int, Option(help="Loads of each part; the median counts.", min=1)] = 5,
@@ -211,7 +205,6 @@ def _report_command(
 
 
 @app.command("gpu")
-@user_errors()
 def _gpu_command(
     only: Annotated[str, Option(help="Parts, separated by commas; default: all.")] = "",
     show: Annotated[bool, Option("--list", help="Only list the parts, in order of value, with what each needs.")] = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, print_json, show, split_run, user_errors
+from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, print_json, show, split_run
 from tepo_megatron.runtime.text import echo
 
 app = typer.Typer()
@@ -26,9 +26,8 @@ def _show_config(
     """
     from tepo_megatron.config.load import dump_diff, dump_resolved
 
-    with user_errors():
-        config = load_config(*split_run(run, overrides))
-        sys.stdout.write(dump_diff(config) if diff else dump_resolved(config))  # YAML writes no control character as it is
+    config = load_config(*split_run(run, overrides))
+    sys.stdout.write(dump_diff(config) if diff else dump_resolved(config))  # YAML writes no control character as it is
 
 
 @config_app.command("schema")
@@ -51,7 +50,7 @@ def _show_schema(
 
     from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 
-    with user_errors(), with_plugins(plugins or ()):
+    with with_plugins(plugins or ()):
         if as_json:
             print_json(json_schema())
             return
@@ -74,11 +73,10 @@ def _convert(name: str, file: Path) -> None:
     from tepo_megatron.config.load import as_yaml, dump_diff
     from tepo_megatron.config.peers import convert, read_peer_file
 
-    with user_errors():
-        settings, left = convert(name, read_peer_file(name, file))
-        config = load_config(None, [f"{field}={as_yaml(value)}" for field, value in settings.items()])
-        left.append("settings that equal a default here are left out: tepo config show FILE has all")
-        echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
+    settings, left = convert(name, read_peer_file(name, file))
+    config = load_config(None, [f"{field}={as_yaml(value)}" for field, value in settings.items()])
+    left.append("settings that equal a default here are left out: tepo config show FILE has all")
+    echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
 
 
 def _add_converter(name: str, what: str, example: str) -> None:
@@ -112,19 +110,16 @@ def _plan(
     from tepo_megatron.plan import check_plan, make_plan
     from tepo_megatron.plan.tables import plan_json, plan_notes, plan_tables
 
-    with user_errors():
-        result = make_plan(
-            load_config(*split_run(run, overrides)), prompt_tokens=prompt_tokens, response_tokens=response_tokens
-        )
-        counts = result.check_exact() if exact else None
-        if as_json:
-            echo(plan_json(result, counts))
-        else:
-            for table in plan_tables(result):
-                show(table)
-            for line in plan_notes(result, counts):
-                echo(line)
-        check_plan(result)
+    result = make_plan(load_config(*split_run(run, overrides)), prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+    counts = result.check_exact() if exact else None
+    if as_json:
+        echo(plan_json(result, counts))
+    else:
+        for table in plan_tables(result):
+            show(table)
+        for line in plan_notes(result, counts):
+            echo(line)
+    check_plan(result)
 
 
 @app.command("init")
@@ -156,19 +151,18 @@ def _init(
 
     [dim]tepo init mine.yaml --model models/mine --train train.csv --heldout test.csv --verifier last_number --gpus 0[/]
     """
-    with user_errors():
-        from tepo_megatron.cli.new_run import NewRun
+    from tepo_megatron.cli.new_run import NewRun
 
-        if file.exists() and not overwrite:
-            raise ValueError(f"{file} is there already; give another name, or --overwrite")
-        new = NewRun(model)
-        new.ask_data(train, split, prompt_column, answer_column)
-        new.ask_heldout(heldout, heldout_split)
-        new.ask_template(chat_template)
-        new.ask_verifier(verifier)
-        new.ask_machines(gpus, nodes)
-        text = new.text(file, output)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    if file.exists() and not overwrite:
+        raise ValueError(f"{file} is there already; give another name, or --overwrite")
+    new = NewRun(model)
+    new.ask_data(train, split, prompt_column, answer_column)
+    new.ask_heldout(heldout, heldout_split)
+    new.ask_template(chat_template)
+    new.ask_verifier(verifier)
+    new.ask_machines(gpus, nodes)
+    text = new.text(file, output)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
     launch = "tepo launch" if new.nodes > 1 else "tepo train"
     echo(f"wrote {file}; next: tepo doctor --run {file}, then {launch} {file}")

@@ -4,17 +4,13 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Argument, Option
 
-from tepo_megatron.errors import is_ours, wants_traceback
-from tepo_megatron.runtime.preemption import INTERRUPTED
-from tepo_megatron.runtime.rank import print_error, speaks_first
+from tepo_megatron.runtime.rank import speaks_first
 from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
@@ -51,32 +47,6 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, as_json
     for row in rows:
         table.add_row(*map(escape, row))
     show(table)
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns user errors into a sentence on standard error and exit code 1, Ctrl-C into 130."""
-    try:
-        yield
-    except typer.Exit:  # it is a subclass of RuntimeError
-        raise
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except (ValueError, RuntimeError) as error:
-        if wants_traceback() or not is_ours(error):
-            raise
-        print_error(str(error))
-        raise typer.Exit(1) from error
-    except OSError as error:
-        if wants_traceback() or error.filename is None:
-            raise
-        print_error(f"cannot use {error.filename}: {error.strerror}; correct that, or give another path")
-        raise typer.Exit(1) from error
-    except ModuleNotFoundError as error:
-        if wants_traceback() or error.name not in ("numpy", "torch", "matplotlib"):
-            raise
-        print_error(f"this command needs {error.name}, which the environment that submits jobs lacks; use that of setup_cpu.sh")
-        raise typer.Exit(1) from error
 
 
 def _complete_setting(incomplete: str) -> list[str]:

@@ -22,7 +22,6 @@ from tepo_megatron.cli.console import (
     show,
     show_table,
     split_run,
-    user_errors,
 )
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.text import echo, outlive_readers
@@ -51,27 +50,26 @@ def _show_command(
 
     [dim]tepo data show model.path=models/mine data.train=train.parquet data.fields.prompt=question[/]
     """
-    with user_errors():
-        config = load_config(*split_run(run, overrides))
-        config.require_data()
-        from tepo_megatron.tasks.data import sources
-        from tepo_megatron.tasks.data.builtin import resolve_model_path
-        from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+    config = load_config(*split_run(run, overrides))
+    config.require_data()
+    from tepo_megatron.tasks.data import sources
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
+    from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(resolve_model_path(config.model.path))
-        if heldout and config.data.heldout is None:
-            raise ValueError("data.heldout is not given: there are no held-out problems to show")
-        result = sources.Source.read_all(config.data, "heldout" if heldout else "train", tokenizer)
-        if source is not None:
-            known = ", ".join(item.name or item.path for item in result)
-            result = [item for item in result if source in (item.name, item.path)]
-            if not result:
-                raise ValueError(f"there is no source {source}; the run has {known}")
-        shares = {}
-        if not heldout:
-            plain, total = isinstance(config.data.train, str), sum(item.weight for item in config.data.train_sources)
-            shares = {item.path if plain else item.called: item.weight / total for item in config.data.train_sources}
-        rows = [row for item in result for row in _rows(item, tokenizer, limit, left_out=left_out)]
+    tokenizer = load_tokenizer(resolve_model_path(config.model.path))
+    if heldout and config.data.heldout is None:
+        raise ValueError("data.heldout is not given: there are no held-out problems to show")
+    result = sources.Source.read_all(config.data, "heldout" if heldout else "train", tokenizer)
+    if source is not None:
+        known = ", ".join(item.name or item.path for item in result)
+        result = [item for item in result if source in (item.name, item.path)]
+        if not result:
+            raise ValueError(f"there is no source {source}; the run has {known}")
+    shares = {}
+    if not heldout:
+        plain, total = isinstance(config.data.train, str), sum(item.weight for item in config.data.train_sources)
+        shares = {item.path if plain else item.called: item.weight / total for item in config.data.train_sources}
+    rows = [row for item in result for row in _rows(item, tokenizer, limit, left_out=left_out)]
     summaries = [_summary(item, shares) for item in result]
     if as_json:
         print_json({"sources": summaries, "prompts": rows})
@@ -140,14 +138,13 @@ def _prepare_command(
     [dim]tepo data prepare gsm8k --from /shared/downloads/gsm8k[/]
     """
     rows = []
-    with user_errors():
-        for name in names:
-            one = prepare(name, to, source=source, family=family, accept_changed=accept_changed)
-            rows.append(asdict(one))
-            if not as_json:
-                echo(f"{one.path}: {one.problems} problems of {one.source}")
-                if one.recorded:
-                    echo(f"  its SHA-256 was not known and is recorded from now on: {one.source_sha256}")
+    for name in names:
+        one = prepare(name, to, source=source, family=family, accept_changed=accept_changed)
+        rows.append(asdict(one))
+        if not as_json:
+            echo(f"{one.path}: {one.problems} problems of {one.source}")
+            if one.recorded:
+                echo(f"  its SHA-256 was not known and is recorded from now on: {one.source_sha256}")
     if as_json:
         print_json(rows)
     else:
@@ -187,15 +184,14 @@ def _try_command(
 
     [dim]tepo reward try out/tiny/samples.jsonl reward.verifier=rewards.py:my_reward[/]
     """
-    with user_errors():
-        config = load_config(run, overrides or ())
-        from tepo_megatron.tasks.reward.recorded import read_recorded
-        from tepo_megatron.tasks.reward.verifier_task import VerifierTask
+    config = load_config(run, overrides or ())
+    from tepo_megatron.tasks.reward.recorded import read_recorded
+    from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 
-        groups = read_recorded(file)[:limit]
-        with VerifierTask(config.reward, config.data) as task:
-            items = [(problem, text) for problem, responses in groups for text in responses]
-            results = task.score(items, [number for number, (_, responses) in enumerate(groups) for _ in responses])
+    groups = read_recorded(file)[:limit]
+    with VerifierTask(config.reward, config.data) as task:
+        items = [(problem, text) for problem, responses in groups for text in responses]
+        results = task.score(items, [number for number, (_, responses) in enumerate(groups) for _ in responses])
     rows: list[dict[str, Any]] = [
         {
             "problem": problem.id,
@@ -268,24 +264,21 @@ def _serve(
     [dim]tepo environment serve run.yaml --host 10.0.0.7 --key-file keys/environment[/]
     """
     outlive_readers()
-    with user_errors():
-        loaded = load_config(run, overrides or ())
-        config = loaded.environment
-        if config is None:
-            raise ValueError(f"{run} has no section environment; there is nothing to serve")
-        from tepo_megatron.tasks.environments.protocol import read_key
-        from tepo_megatron.tasks.environments.service import EnvironmentService
+    loaded = load_config(run, overrides or ())
+    config = loaded.environment
+    if config is None:
+        raise ValueError(f"{run} has no section environment; there is nothing to serve")
+    from tepo_megatron.tasks.environments.protocol import read_key
+    from tepo_megatron.tasks.environments.service import EnvironmentService
 
-        key = read_key(key_file, "--key-file", write=True)
-        try:
-            service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
-        except OSError as error:
-            raise ValueError(
-                f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port"
-            ) from error
-        for number in not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-            signal.signal(number, lambda *_: service.stop())
-        echo(f"{config.name} at {service.url}, key in {key_file}")
-        if service.notice:
-            echo(service.notice)
-        service.serve()
+    key = read_key(key_file, "--key-file", write=True)
+    try:
+        service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
+    except OSError as error:
+        raise ValueError(f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port") from error
+    for number in not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(number, lambda *_: service.stop())
+    echo(f"{config.name} at {service.url}, key in {key_file}")
+    if service.notice:
+        echo(service.notice)
+    service.serve()

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
-from tepo_megatron.cli.console import AsJson, Overrides, load_config, print_json, show, user_errors
+from tepo_megatron.cli.console import AsJson, Overrides, load_config, print_json, show
 from tepo_megatron.cli.machine_checks import CHECKS, LAUNCH_CHECKS, Check, Finding, diagnose, has_gpu, is_fit, node_checks
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
@@ -66,10 +66,9 @@ def _doctor(
     [dim]tepo doctor model.path=models/mine data.train=train.csv reward.verifier=exact[/]
     """
     selected = dict(LAUNCH_CHECKS if launch else CHECKS)
-    with user_errors():
-        of_nodes = [] if nodes is None else node_checks(nodes)
-        if run is not None or overrides:
-            selected |= run_checks(load_config(run, overrides or ()))
+    of_nodes = [] if nodes is None else node_checks(nodes)
+    if run is not None or overrides:
+        selected |= run_checks(load_config(run, overrides or ()))
     checks = diagnose(selected) + of_nodes
     if as_json:
         print_json({"fit_for_cpu": is_fit(checks), "checks": [check._asdict() for check in checks]})

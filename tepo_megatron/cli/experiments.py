@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
+from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.runtime.text import echo, outlive_readers
 
@@ -35,32 +35,31 @@ def _sweep(
     [dim]srun tepo sweep SWEEP.yaml --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT   # in a job of sbatch --array=1-8[/]
     """
     outlive_readers()
-    with user_errors():
-        from tepo_megatron.tools.sweep import Sweep, SweepResults, read_sweep, runs_of, shard
+    from tepo_megatron.tools.sweep import Sweep, SweepResults, read_sweep, runs_of, shard
 
-        grid = read_sweep(file)
-        runs = runs_of(grid, output)
-        mine = shard(runs, part)
-        if dry_run:
-            grid.check(mine)
-            shared = () if as_json else grid.overrides
-            rows = [[run.name, "done" if run.is_done else "to do", " ".join(run.overrides[len(shared) :])] for run in mine]
-            show_table(["run", "state", "settings"], rows, as_json=as_json)
-            echo(f"{len(mine)} runs of {grid.run}; shared: {' '.join(shared) or '–'}", err=True)
-            return
-        sweep = Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs)
-        outcomes = [] if table_only else sweep.run()
-        result = SweepResults(grid, runs)
-        failed = [one for one in outcomes if one.outcome == "failed"]
-        if as_json:
-            described = [{"run": one.run.name, "said": one.said} for one in failed]
-            print_json({"found": as_records(*result.table()), "failed": described})
-        else:
-            show_table(*result.table())
-        for path in result.write(output or grid.output):
-            echo(f"wrote {path}", err=as_json)
-        for one in failed:
-            echo(f"failed: {one.run.name}: {one.said}", err=True)
+    grid = read_sweep(file)
+    runs = runs_of(grid, output)
+    mine = shard(runs, part)
+    if dry_run:
+        grid.check(mine)
+        shared = () if as_json else grid.overrides
+        rows = [[run.name, "done" if run.is_done else "to do", " ".join(run.overrides[len(shared) :])] for run in mine]
+        show_table(["run", "state", "settings"], rows, as_json=as_json)
+        echo(f"{len(mine)} runs of {grid.run}; shared: {' '.join(shared) or '–'}", err=True)
+        return
+    sweep = Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs)
+    outcomes = [] if table_only else sweep.run()
+    result = SweepResults(grid, runs)
+    failed = [one for one in outcomes if one.outcome == "failed"]
+    if as_json:
+        described = [{"run": one.run.name, "said": one.said} for one in failed]
+        print_json({"found": as_records(*result.table()), "failed": described})
+    else:
+        show_table(*result.table())
+    for path in result.write(output or grid.output):
+        echo(f"wrote {path}", err=as_json)
+    for one in failed:
+        echo(f"failed: {one.run.name}: {one.said}", err=True)
     stopped = sweep.stopped_by if any(one.outcome == "stopped" for one in outcomes) else None
     raise typer.Exit(int(bool(failed)) if stopped is None else StopRequested(stopped).exit_code)
 
@@ -85,22 +84,21 @@ def _faults(
     """
     outlive_readers()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
-    with user_errors():
-        from tepo_megatron.tools.faults import run as harness
-        from tepo_megatron.tools.results import select
+    from tepo_megatron.tools.faults import run as harness
+    from tepo_megatron.tools.results import select
 
-        folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
-        chosen = select(only, harness.CLASSES, "class of faults")
-        record = harness.run(chosen, folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
-        tables = {"faults": record.table(), "silent": record.silent_table()}
-        if as_json:
-            print_json({name: as_records(*table[:2]) for name, table in tables.items()} | {"lost": record.lost})
-        else:
-            for table in tables.values():
-                if table.rows:
-                    show_table(*table[:2])
-            for line in record.lost:
-                echo(f"lost: {line}")
-        words = ["tepo faults", f"--seed {seed}", *(["--quick"] if quick else []), *([f"--only {only}"] if only else [])]
-        echo(f"wrote {record.write_markdown(folder / 'faults.md', command=' '.join(words))}", err=as_json)
+    folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
+    chosen = select(only, harness.CLASSES, "class of faults")
+    record = harness.run(chosen, folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
+    tables = {"faults": record.table(), "silent": record.silent_table()}
+    if as_json:
+        print_json({name: as_records(*table[:2]) for name, table in tables.items()} | {"lost": record.lost})
+    else:
+        for table in tables.values():
+            if table.rows:
+                show_table(*table[:2])
+        for line in record.lost:
+            echo(f"lost: {line}")
+    words = ["tepo faults", f"--seed {seed}", *(["--quick"] if quick else []), *([f"--only {only}"] if only else [])]
+    echo(f"wrote {record.write_markdown(folder / 'faults.md', command=' '.join(words))}", err=as_json)
     raise typer.Exit(int(bool(record.lost)))

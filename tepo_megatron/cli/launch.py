@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import RunFile, print_json, show, user_errors
+from tepo_megatron.cli.console import RunFile, print_json, show
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.cluster import ExecutorName
 from tepo_megatron.config.load import load_run
@@ -42,28 +42,27 @@ def _run(
 
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
-    with user_errors():
-        chosen = [f"cluster.executor={executor}"] if executor else []
-        config = _load(run, [*(overrides or ()), *chosen, *(["train.resume=true"] if resume else [])], trains=True)
-        if config.cluster.executor == "slurm":
-            Job(config).check_time_limit()
-        plan = make_plan(config)
-        if dry_run and not as_json:
-            for table in plan_tables(plan):
-                show(table)
-            for line in plan_notes(plan):
-                echo(line)
-            echo("")
-        check_plan(plan)
-        job = secrets.token_hex(5)
-        texts, code = write_scripts(config, job) if config.cluster.executor != "slurm" else nemo.write_scripts(config), 0
-        if dry_run and as_json:
-            print_json({"plan": json.loads(plan_json(plan)), "scripts": texts})
-        elif dry_run:
-            for name, text in texts.items():
-                echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
-        else:
-            code = _launch(config, texts, job)
+    chosen = [f"cluster.executor={executor}"] if executor else []
+    config = _load(run, [*(overrides or ()), *chosen, *(["train.resume=true"] if resume else [])], trains=True)
+    if config.cluster.executor == "slurm":
+        Job(config).check_time_limit()
+    plan = make_plan(config)
+    if dry_run and not as_json:
+        for table in plan_tables(plan):
+            show(table)
+        for line in plan_notes(plan):
+            echo(line)
+        echo("")
+    check_plan(plan)
+    job = secrets.token_hex(5)
+    texts, code = write_scripts(config, job) if config.cluster.executor != "slurm" else nemo.write_scripts(config), 0
+    if dry_run and as_json:
+        print_json({"plan": json.loads(plan_json(plan)), "scripts": texts})
+    elif dry_run:
+        for name, text in texts.items():
+            echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
+    else:
+        code = _launch(config, texts, job)
     raise typer.Exit(code)
 
 
@@ -94,10 +93,9 @@ def _status(run: RunFile, overrides: _Overrides = None) -> None:
 
     [dim]tepo launch status OUT/resolved.yaml[/]
     """
-    with user_errors():
-        cluster = nemo.connect(_load(run, overrides))
-        job = cluster.newest_job
-        echo(f"job {job}: {cluster.status(job)}")
+    cluster = nemo.connect(_load(run, overrides))
+    job = cluster.newest_job
+    echo(f"job {job}: {cluster.status(job)}")
 
 
 @app.command("logs")
@@ -116,18 +114,16 @@ def _logs(
 
     [dim]tepo launch logs OUT/resolved.yaml --rank 3[/]
     """
-    with user_errors():
-        nemo.connect(_load(run, overrides)).show_logs(role, rank, lines, follow=follow)
+    nemo.connect(_load(run, overrides)).show_logs(role, rank, lines, follow=follow)
 
 
 @app.command("cancel")
 def _cancel(run: RunFile, overrides: _Overrides = None) -> None:
     """Cancel the newest job of the run's output folder; saved checkpoints stay, for --resume."""
-    with user_errors():
-        cluster = nemo.connect(_load(run, overrides))
-        job = cluster.newest_job
-        cluster.cancel(job)
-        echo(f"cancelled job {job}")
+    cluster = nemo.connect(_load(run, overrides))
+    job = cluster.newest_job
+    cluster.cancel(job)
+    echo(f"cancelled job {job}")
 
 
 def _load(path: Path, overrides: Sequence[str] | None, *, trains: bool = False) -> RunConfig:

@@ -9,10 +9,43 @@ import typer
 from typer.core import TyperGroup
 
 from tepo_megatron.cli import after_run, config, doctor, experiments, train, weights
+from tepo_megatron.errors import is_ours, wants_traceback
+from tepo_megatron.runtime.preemption import INTERRUPTED
+from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime.text import open_closed_streams
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Turns user errors into a sentence on standard error and exit code 1, Ctrl-C into 130."""
+        try:
+            return super().invoke(ctx)
+        except typer.Exit:  # it is a subclass of RuntimeError
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except (ValueError, RuntimeError) as error:
+            if wants_traceback() or not is_ours(error):
+                raise
+            print_error(str(error))
+            raise typer.Exit(1) from error
+        except OSError as error:
+            if wants_traceback() or error.filename is None:
+                raise
+            print_error(f"cannot use {error.filename}: {error.strerror}; correct that, or give another path")
+            raise typer.Exit(1) from error
+        except ModuleNotFoundError as error:
+            if wants_traceback() or error.name not in ("numpy", "torch", "matplotlib"):
+                raise
+            print_error(
+                f"this command needs {error.name}, which the environment that submits jobs lacks; use that of setup_cpu.sh"
+            )
+            raise typer.Exit(1) from error
+
 
 app = typer.Typer(
     name="tepo",
+    cls=_Commands,
     help="Reinforcement learning of language models with TEPO: Megatron-Core trains, vLLM samples.",
     no_args_is_help=True,
     rich_markup_mode="rich",

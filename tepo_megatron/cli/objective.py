@@ -15,7 +15,7 @@ import typer
 from pydantic import ValidationError
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
+from tepo_megatron.cli.console import AsJson, print_json, show
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomKind, CustomSlot, Plugin
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset
@@ -44,11 +44,10 @@ def _list_presets(
 
     [dim]tepo objective list my_preset.yaml my_objective.py[/]
     """
-    with user_errors():
-        result = {name: _find_preset(name) for name in files or ()}
-        presets = {**PRESETS, **{name: preset for name, preset in result.items() if preset is not None}}
-        plugins = [_find_plugin(name) for name, preset in result.items() if preset is None]
-        configs = {name: _load_objective(name) for name in presets}
+    result = {name: _find_preset(name) for name in files or ()}
+    presets = {**PRESETS, **{name: preset for name, preset in result.items() if preset is not None}}
+    plugins = [_find_plugin(name) for name, preset in result.items() if preset is None]
+    configs = {name: _load_objective(name) for name in presets}
     if as_json:
         listed = {
             name: {**_texts_of(item), "objective": configs[name].model_dump(mode="json")} for name, item in presets.items()
@@ -87,18 +86,17 @@ def _show_preset(
 
     [dim]tepo objective show my_preset.yaml --png mine.png[/]
     """
-    with user_errors():
-        preset = _find_preset(name)
-        if preset is None:
-            plugin = _find_plugin(name)
-            if png is not None:
-                raise ValueError(f"--png draws a preset, and {name} is a plugin; write a preset's file with its kinds")
-            if as_json:
-                print_json(_kind_records(plugin))
-            else:
-                _show_plugin(plugin)
-            return
-        config = _load_objective(name)
+    preset = _find_preset(name)
+    if preset is None:
+        plugin = _find_plugin(name)
+        if png is not None:
+            raise ValueError(f"--png draws a preset, and {name} is a plugin; write a preset's file with its kinds")
+        if as_json:
+            print_json(_kind_records(plugin))
+        else:
+            _show_plugin(plugin)
+        return
+    config = _load_objective(name)
     ratios, lines = _curves(config)
     if as_json:
         fields = [{"field": path, "value": value, "meaning": meaning} for path, value, meaning in _fields(config)]
@@ -112,8 +110,7 @@ def _show_preset(
         show(table)
         show(_text_plot(ratios, lines), highlight=False, markup=False)
     if png is not None:
-        with user_errors():
-            _draw(ratios, lines, png, f"{name}: {preset.formula}")
+        _draw(ratios, lines, png, f"{name}: {preset.formula}")
         echo(f"wrote {png}", err=as_json)
 
 
@@ -135,9 +132,8 @@ def _check_command(
 
     [dim]tepo objective check my_preset.yaml[/]
     """
-    with user_errors():
-        objectives = [pair for target in targets for pair in _objectives_of(target, preset)]
-        notes = _notes_on(dict.fromkeys(plugin for _, config in objectives for plugin in config.plugins))
+    objectives = [pair for target in targets for pair in _objectives_of(target, preset)]
+    notes = _notes_on(dict.fromkeys(plugin for _, config in objectives for plugin in config.plugins))
     from tepo_megatron.core.objective.checking import ObjectiveChecks
 
     checked: list[dict[str, Any]] = []

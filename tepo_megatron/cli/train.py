@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run, user_errors
+from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
@@ -44,11 +44,10 @@ def _train(
     from tepo_megatron.run.output.resume import of_attempt
 
     outlive_readers()
-    with user_errors():
-        file, settings = split_run(run, overrides)
-        settings += ["train.resume=true"] if resume else []
-        settings += [] if resume_from is None else [f"train.resume_from={as_yaml(resume_from)}"]
-        config = prepare_run(of_attempt(load_config(file, settings)), overwrite=overwrite)
+    file, settings = split_run(run, overrides)
+    settings += ["train.resume=true"] if resume else []
+    settings += [] if resume_from is None else [f"train.resume_from={as_yaml(resume_from)}"]
+    config = prepare_run(of_attempt(load_config(file, settings)), overwrite=overwrite)
     if under_torchrun():
         raise typer.Exit(run_rank(config))
     code, message = start_ranks(config)
@@ -70,7 +69,7 @@ def _serve(
     [dim]tepo serve run.yaml rollout.server.placement=external rollout.server.registry=/shared/out/servers[/]
     """
     outlive_readers()
-    with user_errors(), stopped_together():
+    with stopped_together():
         config = load_config(run, overrides or ())
         StopSignals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)).install()
         from tepo_megatron.run.output.resume import resolve_dtype
@@ -116,7 +115,7 @@ def _evaluate(
     [dim]tepo eval models/mine --run benchmarks.yaml --set aime --set gsm8k[/]
     """
     outlive_readers()
-    with user_errors(), stopped_together():
+    with stopped_together():
         if model.is_file():
             raise ValueError(f"{model} is a file; tepo eval takes a model's folder: tepo eval MODEL_DIR --run {model}")
         config = load_config(run, overrides or (), trains=False)

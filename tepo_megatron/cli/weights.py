@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, show, show_table, user_errors
+from tepo_megatron.cli.console import AsJson, show, show_table
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.runtime.text import echo
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, read_state, remove, retained, step_of
@@ -43,13 +43,12 @@ def _list_command(folder: _Folder, as_json: AsJson = False) -> None:
 
     [dim]tepo checkpoint list out/tiny[/]
     """
-    with user_errors():
-        parent = _parent(folder)
-        rows = [_row(path) for path in checkpoints(parent)]
-        rows += [[path.name, "", _age(path), _size(_bytes_below(path)), "", "no checkpoint"] for path in leftovers(parent)]
-        if not rows:
-            raise ValueError(f"{parent} has no checkpoint")
-        show_table(["checkpoint", "updates", "written", "size", "tp × pp × dp", "state"], rows, as_json=as_json)
+    parent = _parent(folder)
+    rows = [_row(path) for path in checkpoints(parent)]
+    rows += [[path.name, "", _age(path), _size(_bytes_below(path)), "", "no checkpoint"] for path in leftovers(parent)]
+    if not rows:
+        raise ValueError(f"{parent} has no checkpoint")
+    show_table(["checkpoint", "updates", "written", "size", "tp × pp × dp", "state"], rows, as_json=as_json)
 
 
 @checkpoint_app.command("verify")
@@ -61,23 +60,22 @@ def _verify_command(
 
     [dim]tepo checkpoint verify out/tiny/checkpoints/step_000040[/]
     """
-    with user_errors():
-        one = folder.name.startswith("step_") and folder.is_dir()
-        chosen = [folder] if one else checkpoints(_parent(folder))
-        if not chosen:
-            raise ValueError(f"{_parent(folder)} has no checkpoint")
-        rows, whole = [], True
-        for path in chosen:
-            try:
-                manifest = _check(path)
-                state = "first format: it has no digests to compare with"
-                if manifest is not None:
-                    state = f"whole: {len(manifest.files)} files, {_size(manifest.bytes)}"
-                rows.append([path.name, state])
-            except DamagedCheckpoint as error:
-                whole = False
-                rows += [[path.name, problem] for problem in error.problems]
-        show_table(["checkpoint", "found"], rows, as_json=as_json)
+    one = folder.name.startswith("step_") and folder.is_dir()
+    chosen = [folder] if one else checkpoints(_parent(folder))
+    if not chosen:
+        raise ValueError(f"{_parent(folder)} has no checkpoint")
+    rows, whole = [], True
+    for path in chosen:
+        try:
+            manifest = _check(path)
+            state = "first format: it has no digests to compare with"
+            if manifest is not None:
+                state = f"whole: {len(manifest.files)} files, {_size(manifest.bytes)}"
+            rows.append([path.name, state])
+        except DamagedCheckpoint as error:
+            whole = False
+            rows += [[path.name, problem] for problem in error.problems]
+    show_table(["checkpoint", "found"], rows, as_json=as_json)
     raise typer.Exit(0 if whole else 1)
 
 
@@ -100,40 +98,39 @@ def _prune_command(
 
     [dim]tepo checkpoint prune out/tiny --keep 2 --every 1000[/]
     """
-    with user_errors():
-        parent = _parent(folder)
-        if parent != folder and parent.is_symlink():
-            raise ValueError(f"{parent} is a link; give {parent.resolve()} itself if its checkpoints may be deleted")
-        whole: dict[int, Path] = {}
-        damaged: list[str] = []
-        for path in reversed(checkpoints(parent)):
-            try:
-                _check(path, thoroughly=len(whole) < keep)
-                whole[step_of(path)] = path
-            except DamagedCheckpoint as error:
-                damaged.append(str(error))
-        retained_steps = _retained(parent.resolve().parent, whole, keep, every)
-        runs = _is_held(parent.resolve().parent)
-        left = leftovers(parent)
-        busy = [path for path in left if ".partial" in path.name and (runs or time.time() - _changed(path) < _SETTLED_S)]
-        doomed = [path for path in left if path not in busy]
-        doomed += [path for step, path in whole.items() if step not in retained_steps]
-        freed, failed = 0, []
-        for path in doomed:
-            size = _bytes_below(path)
-            failure = None if dry_run and not path.is_symlink() else remove(path)
-            if failure is None:
-                freed += size
-                echo(f"{'would delete' if dry_run else 'deleted'} {path} ({_size(size)})")
-            else:
-                failed.append(failure)
-        for path in busy:
-            echo(f"left {path}, which changed within the last minute: a run may be writing it")
-        for damage in reversed(damaged):
-            echo(f"left: {damage}")
-        echo(f"{_size(freed)} {'would be ' if dry_run else ''}freed; {len(retained_steps)} checkpoints kept")
-        if failed:
-            raise RuntimeError("; ".join(failed))
+    parent = _parent(folder)
+    if parent != folder and parent.is_symlink():
+        raise ValueError(f"{parent} is a link; give {parent.resolve()} itself if its checkpoints may be deleted")
+    whole: dict[int, Path] = {}
+    damaged: list[str] = []
+    for path in reversed(checkpoints(parent)):
+        try:
+            _check(path, thoroughly=len(whole) < keep)
+            whole[step_of(path)] = path
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+    retained_steps = _retained(parent.resolve().parent, whole, keep, every)
+    runs = _is_held(parent.resolve().parent)
+    left = leftovers(parent)
+    busy = [path for path in left if ".partial" in path.name and (runs or time.time() - _changed(path) < _SETTLED_S)]
+    doomed = [path for path in left if path not in busy]
+    doomed += [path for step, path in whole.items() if step not in retained_steps]
+    freed, failed = 0, []
+    for path in doomed:
+        size = _bytes_below(path)
+        failure = None if dry_run and not path.is_symlink() else remove(path)
+        if failure is None:
+            freed += size
+            echo(f"{'would delete' if dry_run else 'deleted'} {path} ({_size(size)})")
+        else:
+            failed.append(failure)
+    for path in busy:
+        echo(f"left {path}, which changed within the last minute: a run may be writing it")
+    for damage in reversed(damaged):
+        echo(f"left: {damage}")
+    echo(f"{_size(freed)} {'would be ' if dry_run else ''}freed; {len(retained_steps)} checkpoints kept")
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def _retained(output: Path, steps: Iterable[int], keep: int, every: int | None) -> set[int]:
@@ -218,7 +215,7 @@ def _import_command(
     """
     from tepo_megatron.weights.storage.convert import import_model
 
-    with user_errors(), _progress(f"import {source}") as report:
+    with _progress(f"import {source}") as report:
         import_model(source, out, tp=tp, pp=pp, vpp=vpp, first_layers=first_layers, last_layers=last_layers, report=report)
     echo(f"wrote {out}")
 
@@ -243,7 +240,7 @@ def _export_command(
     from tepo_megatron.weights.storage.convert import export_model
 
     weights_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
-    with user_errors(), _progress(f"export {source}") as report:
+    with _progress(f"export {source}") as report:
         export_model(source, out, model=model, dtype=weights_dtype, report=report)
     echo(f"wrote {out}")
 
@@ -299,21 +296,19 @@ def _plan_command(
     from tepo_megatron.weights.transfer.move import count_messages
     from tepo_megatron.weights.transfer.transports import find_transport
 
-    with user_errors():
-        spec, assumption = resolve_spec(model)
-        stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
-        links = Links(gpus_per_node, nvlink * efficiency, network * efficiency, shared)
-        source = MegatronParallel(tp, pp, dp, stages, ep=ep, etp=etp)
-        destination = VllmParallel(server_tp, server_pp, servers)
-        started = time.perf_counter()
-        plan = reshard_plan(spec, source, destination, links.local(source.world_size, destination.world_size))
-        built = time.perf_counter() - started
+    spec, assumption = resolve_spec(model)
+    stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
+    links = Links(gpus_per_node, nvlink * efficiency, network * efficiency, shared)
+    source = MegatronParallel(tp, pp, dp, stages, ep=ep, etp=etp)
+    destination = VllmParallel(server_tp, server_pp, servers)
+    started = time.perf_counter()
+    plan = reshard_plan(spec, source, destination, links.local(source.world_size, destination.world_size))
+    built = time.perf_counter() - started
     summary = links.summarize(plan, itemsize, built_in_seconds=built)
     worker = plan.num_sources
     messages = {name: count_messages(plan, worker, itemsize, find_transport(name)) for name in ("gloo", "nccl")}
     if save is not None:
-        with user_errors():
-            save.write_text(json.dumps(asdict(plan)) + "\n")
+        save.write_text(json.dumps(asdict(plan)) + "\n")
     if as_json:
         echo(json.dumps({**asdict(summary), "messages_and_rounds": messages}))
         return
