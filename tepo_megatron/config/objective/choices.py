@@ -11,16 +11,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import (
-    CustomSlot,
-    Need,
-    NoiseBound,
-    ObjectiveSection,
-    OwnAdvantage,
-    OwnAggregation,
-    OwnRatio,
-    OwnTrustRegion,
-)
+from tepo_megatron.config.objective import custom
+from tepo_megatron.config.objective.custom import CustomSlot, Need, NoiseBound, ObjectiveSection
 
 
 class ClipRange(NamedTuple):
@@ -217,7 +209,7 @@ class _Divergence(ObjectiveSection):
 
 
 TrustRegion = Annotated[
-    Clip | ClipCov | _ClipWeight | _LogClip | _LengthClip | _SoftGate | _Divergence | _NoTrustRegion | OwnTrustRegion,
+    Clip | ClipCov | _ClipWeight | _LogClip | _LengthClip | _SoftGate | _Divergence | _NoTrustRegion | custom.OwnTrustRegion,
     CustomSlot("trust_region"),
 ]
 
@@ -299,19 +291,14 @@ class GDPOAdvantage(ObjectiveSection):
     eps: PositiveFloat = 1e-6
     """Added to each standard deviation."""
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"reward_parts"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"reward_parts"})
 
 
 class _TeacherAdvantage(ObjectiveSection):
     """The advantage of a token is log π_teacher − log π_old, on average −KL(π_old‖π_teacher). Rewards are not read."""
 
     kind: Literal["teacher"] = "teacher"
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"teacher"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"teacher"})
 
 
 class _TokenRatio(ObjectiveSection):
@@ -388,11 +375,11 @@ Advantage = Annotated[
     | _WhitenedAdvantage
     | GDPOAdvantage
     | _TeacherAdvantage
-    | OwnAdvantage,
+    | custom.OwnAdvantage,
     CustomSlot("advantage"),
 ]
 BuiltinRatio = _TokenRatio | _SequenceRatio | _SequenceTokenRatio | _PrefixRatio | _PowerMeanRatio
-Ratio = Annotated[BuiltinRatio | OwnRatio, CustomSlot("ratio")]
-Aggregation = Annotated[_TokenMean | _SequenceMean | _ConstantSum | OwnAggregation, CustomSlot("aggregation")]
+Ratio = Annotated[BuiltinRatio | custom.OwnRatio, CustomSlot("ratio")]
+Aggregation = Annotated[_TokenMean | _SequenceMean | _ConstantSum | custom.OwnAggregation, CustomSlot("aggregation")]
 
 GROUP, SEQUENCE_TOKEN, TOKEN_MEAN = _GroupAdvantage(), _SequenceTokenRatio(), _TokenMean()

@@ -8,32 +8,10 @@ from typing import Any
 from pydantic import model_validator
 
 from tepo_megatron.config.base import Section, merge_sections
-from tepo_megatron.config.objective.choices import (
-    GROUP,
-    SEQUENCE_TOKEN,
-    TOKEN_MEAN,
-    Advantage,
-    Aggregation,
-    Clip,
-    ClipCov,
-    Ratio,
-    TrustRegion,
-)
+from tepo_megatron.config.objective import choices, terms
+from tepo_megatron.config.objective.choices import Clip, ClipCov
 from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin
 from tepo_megatron.config.objective.presets import PRESETS, Preset
-from tepo_megatron.config.objective.terms import (
-    KL,
-    Distill,
-    EntropyBonus,
-    KLCov,
-    KLMask,
-    Mask,
-    Mismatch,
-    OffPolicySequenceMask,
-    Penalty,
-    Rejection,
-    SecondMomentMask,
-)
 
 
 class ObjectiveConfig(Section):
@@ -48,49 +26,49 @@ class ObjectiveConfig(Section):
     plugins: tuple[str, ...] = ()
     """Modules with custom kinds to import: ``my_objective.py`` (relative to the run's file), or an installed one."""
 
-    advantage: Advantage = GROUP
+    advantage: choices.Advantage = choices.GROUP
     """How rewards become advantages A, one per response."""
 
-    ratio: Ratio = SEQUENCE_TOKEN
+    ratio: choices.Ratio = choices.SEQUENCE_TOKEN
     """Level at which π_θ is compared with π_old. Our interpretation of TEPO: the sequence ratio's token form."""
 
-    trust_region: TrustRegion = Clip(scale="length", low=0.026, high=0.035)
+    trust_region: choices.TrustRegion = Clip(scale="length", low=0.026, high=0.035)
     """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO."""
 
-    aggregation: Aggregation = TOKEN_MEAN
+    aggregation: choices.Aggregation = choices.TOKEN_MEAN
     """How token values become one number: weights and divisor."""
 
-    kl_mask: KLMask | None = KLMask()
+    kl_mask: terms.KLMask | None = terms.KLMask()
     """TEPO's KL penalty on tokens with positive advantage and falling entropy; null: off."""
 
-    kl: KL | None = None
+    kl: terms.KL | None = None
     """A KL penalty on all response tokens."""
 
-    kl_cov: KLCov | None = None
+    kl_cov: terms.KLCov | None = None
     """A KL penalty on tokens of highest covariance (KL-Cov)."""
 
-    distill: Distill | None = None
+    distill: terms.Distill | None = None
     """A divergence from a teacher at all response tokens."""
 
-    entropy: EntropyBonus | None = None
+    entropy: terms.EntropyBonus | None = None
     """A bonus for the full distribution's entropy."""
 
-    mismatch: Mismatch | None = None
+    mismatch: terms.Mismatch | None = None
     """Weights for a sampler whose probabilities differ; default kind ``truncate``."""
 
-    rejection: Rejection | None = None
+    rejection: terms.Rejection | None = None
     """Leaves out samples whose sampler probabilities differ too much."""
 
-    opsm: OffPolicySequenceMask | None = None
+    opsm: terms.OffPolicySequenceMask | None = None
     """Leaves out responses of negative advantage that the policy has left (OPSM)."""
 
-    m2po: SecondMomentMask | None = None
+    m2po: terms.SecondMomentMask | None = None
     """Leaves out tokens on which trainer and sampler differ most (M2PO)."""
 
-    mask: Mask | None = None
+    mask: terms.Mask | None = None
     """Your mask, from ``plugins``: chosen tokens lose their gradient."""
 
-    penalty: Penalty | None = None
+    penalty: terms.Penalty | None = None
     """Your penalty, from ``plugins``, subtracted from the surrogate."""
 
     @property

@@ -5,15 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
-from tepo_megatron.config.objective.custom import (
-    CustomSlot,
-    Need,
-    NoiseBound,
-    ObjectiveSection,
-    OwnMask,
-    OwnMismatch,
-    OwnPenalty,
-)
+from tepo_megatron.config.objective import custom
+from tepo_megatron.config.objective.custom import CustomSlot, Need, NoiseBound, ObjectiveSection
 
 
 def _acts(coefficient: Any) -> Any:
@@ -44,9 +37,7 @@ class _KLTerm(ObjectiveSection):
     def needs(self) -> frozenset[Need]:
         return frozenset() if self.against == "old" else frozenset({self.against})
 
-    @property
-    def turning_points(self) -> tuple[float, ...]:
-        return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
+    turning_points: ClassVar[tuple[float, ...]] = (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
 
 
 class KLMask(_KLTerm):
@@ -125,9 +116,7 @@ class KLCov(_KLTerm):
 
     selects_tokens: ClassVar[bool] = True
 
-    @property
-    def turning_points(self) -> tuple[float, ...]:
-        return ()  # the pull is the same at any ratio
+    turning_points: ClassVar[tuple[float, ...]] = ()  # the pull is the same at any ratio
 
 
 class Distill(ObjectiveSection):
@@ -157,9 +146,7 @@ class Distill(ObjectiveSection):
     def needs(self) -> frozenset[Need]:
         return frozenset({"divergence"} if self.of == "all" else {"teacher"})
 
-    @property
-    def turning_points(self) -> tuple[float, ...]:
-        return (0.2,)
+    turning_points: ClassVar[tuple[float, ...]] = (0.2,)
 
     def _faults(self) -> Iterator[str]:
         if self.of == "sampled" and self.divergence != "reverse_kl":
@@ -169,9 +156,7 @@ class Distill(ObjectiveSection):
 
 
 class _EntropyBonus(ObjectiveSection):
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"entropy_gradient"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"entropy_gradient"})
 
 
 class _FixedEntropyBonus(_EntropyBonus):
@@ -267,6 +252,6 @@ class SecondMomentMask(ObjectiveSection):
 
 
 EntropyBonus = Annotated[_FixedEntropyBonus | _AdaptiveEntropyBonus, Field(discriminator="kind")]
-Mismatch = Annotated[_Truncate | _MaskOutside | OwnMismatch, CustomSlot("mismatch")]
-Mask = Annotated[OwnMask, CustomSlot("mask")]
-Penalty = Annotated[OwnPenalty, CustomSlot("penalty")]
+Mismatch = Annotated[_Truncate | _MaskOutside | custom.OwnMismatch, CustomSlot("mismatch")]
+Mask = Annotated[custom.OwnMask, CustomSlot("mask")]
+Penalty = Annotated[custom.OwnPenalty, CustomSlot("penalty")]
