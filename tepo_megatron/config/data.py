@@ -201,15 +201,6 @@ class DataConfig(_PromptsConfig):
         """As ``train_sources``, without ``filter``; may be empty."""
         return tuple(self.complete(source, filtered=False) for source in _listed(self.heldout or ()))
 
-    @property
-    def paths(self) -> dict[str, str]:
-        """Paths by field, such as ``data.train[1].path``."""
-        result: dict[str, str] = {}
-        for field, raw in (("train", self.train), ("heldout", self.heldout or ())):
-            many = "" if isinstance(raw, str) else "[{}].path"
-            result |= {f"data.{field}{many.format(index)}": source.path for index, source in enumerate(_listed(raw))}
-        return result
-
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
         """Fills in what the source inherits."""
         inherited = [*_OF_PROMPTS, "fields", *(["filter"] if filtered else [])]
@@ -327,10 +318,6 @@ class EvaluateConfig(Section):
 
     def any_due(self, step: int, last_step: int) -> bool:
         return any(self.is_due(name, step, last_step) for name in (None, *self.sets))
-
-    @property
-    def paths(self) -> dict[str, str]:
-        return {f"evaluate.sets.{name}.path": item.path for name, item in self.sets.items()}
 
     def _faults(self) -> Iterator[str]:
         for name, item in self.sets.items():

@@ -64,13 +64,15 @@ class ClusterRun:
             )
             for field, model in models.items()
         ]
-        for paths, kind in ((config.data.paths, "a file or folder"), (config.evaluate.paths, "a file")):
-            needed += [(file, f"{field} = {file} {missing}; give {kind} there") for field, file in paths.items()]
         remedy = "put the same file at the same path there, or install the module on both sides and name it"
         plugins = (plugin for plugin in config.objective.plugins if plugin.startswith("/"))
         needed += [(plugin, f"objective.plugins: {plugin} {missing}; {remedy}") for plugin in plugins]
-        code = {field: file for field, file in paths_in(config).items() if file.endswith(".py")}
-        needed += [(file, f"{field}: {file} {missing}; put the file there") for field, file in code.items()]
+        for field, file in paths_in(config).items():
+            if file.endswith(".py"):
+                needed.append((file, f"{field}: {file} {missing}; put the file there"))
+            elif field.startswith(("data.", "evaluate.")):
+                kind = "a file or folder" if field.startswith("data.") else "a file"
+                needed.append((file, f"{field} = {file} {missing}; give {kind} there"))
         for path, problem in needed:
             if not path.startswith(BUILTIN) and not self._has(path):
                 raise ValueError(problem)

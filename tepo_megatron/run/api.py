@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import as_yaml, dump_resolved, load_run, override
+from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime import rank
@@ -258,12 +259,12 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> RunConfig:
 
 
 def _download(config: RunConfig) -> None:
-    problems = [] if config.rollout.replay is not None else [*config.data.paths.values(), *config.evaluate.paths.values()]
     models = [config.model.path, *(teacher.path for teacher in config.teachers.values())]
     for path in (path for path in models if path.startswith(HUB)):
         hub_folder(path, "model")
-    for path in (path for path in problems if path.startswith(HUB)):
-        hub_folder(path, "dataset")
+    for name, path in paths_in(config).items() if config.rollout.replay is None else ():
+        if path.startswith(HUB) and name.startswith(("data.", "evaluate.")):
+            hub_folder(path, "dataset")
 
 
 def start_ranks(config: RunConfig) -> tuple[int, str]:

@@ -135,11 +135,6 @@ def test_a_source_is_called_by_its_file() -> None:
         assert source.called == name
 
 
-def test_paths_are_named_by_their_field() -> None:
-    data = DataConfig.model_validate({"train": [{"path": "a"}, {"path": "b", "weight": 2}], "heldout": "c"})
-    assert data.paths == {"data.train[0].path": "a", "data.train[1].path": "b", "data.heldout": "c"}
-
-
 weights = st.lists(st.one_of(st.integers(1, 9), st.sampled_from([0.1, 0.25, 0.7, 2.5])), max_size=5)
 sizes = st.integers(1, 7)
 
