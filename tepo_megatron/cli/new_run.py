@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from tepo_megatron.config import DataConfig, RunConfig
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.load import escape_references
 from tepo_megatron.config.paths import seen_from
 from tepo_megatron.config.schema import describe
@@ -278,19 +278,15 @@ def _laid_out(run: dict[str, Any], tp: int, *, gpus: int, nodes: int) -> dict[st
     serving = gpus * nodes - training
     if training % tp or serving % tp:
         return None
-    server = {**run["rollout"]["server"], "tp": tp, "count": max(1, serving // tp)}
-    if not serving:
-        server["placement"] = "colocated"
-    cluster = {"gpus_per_node": gpus}
-    if nodes > 1:
-        cluster |= {"train_nodes": nodes // 2, "rollout_nodes": nodes - nodes // 2}
-    return {
-        **run,
-        "rollout": {**run["rollout"], "server": server},
-        "engine": {**run["engine"], "parallel": {"tp": tp, "dp": training // tp, "sequence_parallel": tp > 1}},
-        "optimizer": {**run["optimizer"], "distributed": training > tp},
-        "cluster": cluster,
+    server = {"tp": tp, "count": max(1, serving // tp), **({} if serving else {"placement": "colocated"})}
+    several = {"train_nodes": nodes // 2, "rollout_nodes": nodes - nodes // 2} if nodes > 1 else {}
+    layout = {
+        "rollout": {"server": server},
+        "engine": {"parallel": {"tp": tp, "dp": training // tp, "sequence_parallel": tp > 1}},
+        "optimizer": {"distributed": training > tp},
+        "cluster": {"gpus_per_node": gpus, **several},
     }
+    return merge_sections(run, layout)
 
 
 def _validated(kind: type[_S], values: dict[str, Any]) -> _S:
