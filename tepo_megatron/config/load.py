@@ -160,16 +160,10 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> _Files:
             raise ConfigError(str(path), [f"{path}: larger than {LARGEST_FILE} bytes; this is no run's configuration"])
         text = data.decode("utf-8")
         content = _parse(lambda: OmegaConf.load(StringIO(text)))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         mark = (error.problem_mark or error.context_mark) if isinstance(error, yaml.MarkedYAMLError) else None
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(str(path), [f"{path}{place}: {describe(error)[0]}"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(str(path), [f"{path}: not UTF-8 text (byte {error.start})"]) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(path), describe(error)) from error
-    except OSError as error:
-        raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or error}"]) from error
     if not isinstance(content, dict):
         raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
     _move_plugins(content, path)

@@ -244,8 +244,8 @@ _MOST_PROBLEMS = 40
 
 
 def describe(error: Exception, above: tuple[str, ...] = ()) -> list[str]:
-    """Sentences for an error of pydantic, OmegaConf or PyYAML; refusing union members share one. ``above``: the place of the
-    section that was validated.
+    """Sentences for an error of pydantic, OmegaConf, PyYAML or a file; refusing union members share one. ``above``: the place
+    of the section that was validated.
     """
     if isinstance(error, ValidationError):
         details = error.errors()
@@ -257,6 +257,10 @@ def describe(error: Exception, above: tuple[str, ...] = ()) -> list[str]:
     if isinstance(error, OmegaConfBaseException):
         what = str(error.msg or error).splitlines()[0]
         return [f"{error.full_key}: {what}" if error.full_key else what]
+    if isinstance(error, UnicodeDecodeError):
+        return [f"not UTF-8 text (byte {error.start})"]
+    if isinstance(error, OSError):
+        return [f"cannot be read: {error.strerror or error}"]
     text = " ".join(str(error).split())
     if isinstance(error, yaml.MarkedYAMLError):
         text = ", ".join(part for part in (error.context, error.problem) if part)
