@@ -43,7 +43,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, as_json
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(escape(name), justify="right" if number else "left")
+        is_text = number == 0 or any(row[number][:1].isalpha() for row in rows)
+        table.add_column(escape(name), justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*map(escape, row))
     show(table)

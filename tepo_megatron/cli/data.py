@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import (
-    AsJson,
-    Overrides,
-    RunFile,
-    RunOrSetting,
-    load_config,
-    print_json,
-    show,
-    show_table,
-    split_run,
-)
+from tepo_megatron.cli.console import AsJson, Overrides, RunFile, RunOrSetting, load_config, print_json, show_table, split_run
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.text import echo, outlive_readers
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, SETS, prepare
@@ -158,13 +148,10 @@ def _benchmarks_command(as_json: AsJson = False) -> None:
         shown = ("title", "repository", "revision", "file", "sha256", "problems")
         print_json({name: {field: getattr(item, field) for field in shown} for name, item in BENCHMARKS.items()})
         return
-    from rich.table import Table
-
-    table = Table("name", "benchmark", "problems", "from", "digest")
-    for name, item in BENCHMARKS.items():
-        known = "known" if item.sha256 else "recorded at first"
-        table.add_row(name, item.title, str(item.problems), f"{item.repository} {item.file}", known)
-    show(table)
+    digests = {name: "known" if item.sha256 else "recorded at first" for name, item in BENCHMARKS.items()}
+    sources = {name: f"{item.repository} {item.file}" for name, item in BENCHMARKS.items()}
+    rows = [(name, item.title, str(item.problems), sources[name], digests[name]) for name, item in BENCHMARKS.items()]
+    show_table(("name", "benchmark", "problems", "from", "digest"), rows)
 
 
 reward_app = typer.Typer()
