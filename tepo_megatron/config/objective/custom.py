@@ -262,19 +262,16 @@ class CustomSlot:
 
     def kinds(self, plugins: Sequence[str]) -> tuple[type[ObjectiveSection], ...]:
         """With the built-in ones. Raises ValueError if two have one name."""
-        owners = {kind.kind_name(): "the package" for kind in _BUILTIN[self.slot]}
-        kinds: list[type[ObjectiveSection]] = list(_BUILTIN[self.slot])
-        for plugin in map(Plugin.load, plugins):
-            for kind in (item for item in plugin.kinds if item.slot == self.slot):
-                name = kind.kind_name()
-                if owner := owners.get(name):
-                    raise ValueError(
-                        f"objective.plugins: {plugin.name} and {owner} both have a kind {name!r} of objective.{self.slot}; "
-                        "rename one"
-                    )
-                owners[name] = plugin.name
-                kinds.append(kind)
-        return tuple(kinds)
+        owned = [("the package", kind) for kind in _BUILTIN[self.slot]]
+        owned += [(item.name, kind) for item in map(Plugin.load, plugins) for kind in item.kinds if kind.slot == self.slot]
+        owners: dict[str, str] = {}
+        for owner, kind in owned:
+            name = kind.kind_name()
+            if name in owners:
+                both = f"{owner} and {owners[name]} both have a kind {name!r} of objective.{self.slot}"
+                raise ValueError(f"objective.plugins: {both}; rename one")
+            owners[name] = owner
+        return tuple(kind for _, kind in owned)
 
     @classmethod
     def schemas(cls, plugins: Sequence[str], generator: type[GenerateJsonSchema]) -> dict[str, Any]:
