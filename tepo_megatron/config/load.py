@@ -71,10 +71,10 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
     paths = FilePaths()
     try:
         settings = _parse_overrides(overrides, problems)
-        chosen = _merged([*(content for _, content in files), settings])
+        chosen = reduce(merge_sections, [*(content for _, content in files), settings])
         cluster = chosen.get("cluster")
         if not (isinstance(cluster, Mapping) and cluster.get("ssh")):
-            chosen = _merged([*(paths.of_file(content, file) for file, content in files), settings])
+            chosen = reduce(merge_sections, [*(paths.of_file(content, file) for file, content in files), settings])
         defaults = RunConfig().model_dump(mode="json")
         if isinstance(chosen.get("objective"), Mapping) and "preset" in chosen["objective"]:
             with suppress(ValueError), warnings.catch_warnings(action="ignore"):  # validation says why
@@ -93,10 +93,6 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
     if problems:
         raise ConfigError(source, problems)
     return config
-
-
-def _merged(sections: list[dict[str, Any]]) -> dict[str, Any]:
-    return reduce(merge_sections, sections)
 
 
 def load_objective(preset: str) -> ObjectiveConfig:
