@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,8 +35,7 @@ _TYPES = {
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
 
-@dataclass(frozen=True)
-class _SchemaRow:
+class _SchemaRow(NamedTuple):
     """``default`` is JSON, ``when`` the section's variant (``kind = "…"``, or empty)."""
 
     path: str
