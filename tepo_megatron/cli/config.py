@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, print_json, show, split_run
+from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, new_table, print_json, show, split_run
 from tepo_megatron.runtime.text import echo
 
 app = typer.Typer()
@@ -44,9 +44,7 @@ def _show_schema(
 
     [dim]tepo config schema --json > run.schema.json[/]
     """
-    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
-    from rich.table import Table
 
     from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 
@@ -58,10 +56,8 @@ def _show_schema(
         rows = [row for row in listed if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
         if not rows:
             raise ValueError(f"no field is {under} or below it; 'tepo config schema' lists all")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=False)
-    table.add_column("field, and what it takes", overflow="fold")
-    table.add_column("default", max_width=20, overflow="fold")
-    table.add_column("meaning", min_width=28)
+    table = new_table("field, and what it takes", "default", "meaning")
+    table.columns[1].max_width, table.columns[2].min_width = 20, 28
     for row in rows:
         condition = f"[dim]only with {escape(row.when)}:[/] " if row.when else ""
         field = f"[bold]{row.path}[/]\n[dim]  {escape(row.allowed)}[/]"

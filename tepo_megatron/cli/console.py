@@ -14,6 +14,8 @@ from tepo_megatron.runtime.rank import speaks_first
 from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tepo_megatron.config import RunConfig
 
 
@@ -33,18 +35,27 @@ def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[di
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
+def new_table(*columns: str, keep: str = "", title: str | None = None) -> Table:
+    """``keep``: this column's cells stay on one line."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == keep)
+    return table
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, as_json: bool = False) -> None:
     if as_json:
         print_json(as_records(columns, rows))
         return
-    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(columns):
+    table = new_table(*map(escape, columns))
+    for number, column in enumerate(table.columns):
         is_text = number == 0 or any(row[number][:1].isalpha() for row in rows)
-        table.add_column(escape(name), justify="left" if is_text else "right")
+        column.justify = "left" if is_text else "right"
     for row in rows:
         table.add_row(*map(escape, row))
     show(table)

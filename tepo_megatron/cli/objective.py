@@ -1,7 +1,5 @@
 """``tepo objective``. Presets and plugins are listed without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -9,22 +7,18 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from pydantic import ValidationError
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, print_json, show
+from tepo_megatron.cli.console import AsJson, new_table, print_json, show
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomKind, CustomSlot, Plugin
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.runtime.text import echo
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 app = typer.Typer()
 
@@ -56,7 +50,7 @@ def _list_presets(
         kinds = {"plugins": {plugin.name: _kind_records(plugin) for plugin in plugins}} if plugins else {}
         print_json({"presets": listed, "corrections": corrections, **kinds})
         return
-    table = _table("preset", "what is maximised; ÷ its denominator", "source", "composed of", keep="preset")
+    table = new_table("preset", "what is maximised; ÷ its denominator", "source", "composed of", keep="preset")
     for name, preset in presets.items():
         config = configs[name].model_dump(exclude_none=True)
         beside = [f"{key}: {_say(section)}" for key, section in config.items() if key not in (*_CHOICES, "preset", "plugins")]
@@ -64,7 +58,7 @@ def _list_presets(
         table.add_row(f"[bold]{name}[/]", _plain(preset.formula), _plain(preset.source), "\n".join([choices, *beside]))
     show(table)
     weighted = "times the surrogate, w = π_old / π_sampler"
-    table = _table("for a sampler that differs", weighted, "source", "fields", keep="source")
+    table = new_table("for a sampler that differs", weighted, "source", "fields", keep="source")
     for name, correction in CORRECTIONS.items():
         fields = "\n".join(f"{key}: {_say(section)}" for key, section in correction.changes.items())
         table.add_row(f"[bold]{name}[/]", _plain(correction.formula), _plain(correction.source), fields)
@@ -104,7 +98,7 @@ def _show_preset(
         print_json({**_texts_of(preset), "fields": fields, "ratios": ratios, "gradient_weights": drawn})
     else:
         title = f"{_plain(name)}: {_plain(preset.formula)}\n{_plain(preset.source)}"
-        table = _table("field", "value", "meaning", keep="field", title=title)
+        table = new_table("field", "value", "meaning", keep="field", title=title)
         for path, value, meaning in _fields(config):
             table.add_row(path, _plain(value), _plain(meaning))
         show(table)
@@ -169,7 +163,7 @@ def _texts_of(entry: Preset) -> dict[str, Any]:
 
 def _show_plugin(plugin: Plugin) -> None:
     title = f"{_plain(plugin.name)}, digest {plugin.digest}"
-    table = _table("field", "default", "meaning", keep="field", title=title)
+    table = new_table("field", "default", "meaning", keep="field", title=title)
     for field, default, meaning in _kind_rows(plugin):
         table.add_row(f"[bold]{field}[/]" if " = " in field else field, _plain(default), _plain(meaning))
     show(table)
@@ -185,16 +179,6 @@ def _fields(section: Section, path: str = "objective") -> Iterator[tuple[str, st
             continue
         yield here, str(getattr(value, "kind", "on")), type(value).__doc__ or ""
         yield from _fields(value, here)
-
-
-def _table(*columns: str, keep: str, title: str | None = None) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column == keep)
-    return table
 
 
 def _plain(text: str) -> str:
