@@ -93,27 +93,19 @@ class FilePaths:
 
         return values if file.parent.resolve() == Path.cwd() else _with_paths(values, change)
 
-    def misplaced(self, config: Section, file: Path) -> list[str]:
-        """Returns a sentence for each path that is missing, and would not be by the other rule. ``file``: the run's."""
-        paths = {name: path for name, path in paths_in(config).items() if _is_relative(path) or path in self._written}
-        return [sentence for name, path in paths.items() for sentence in self._sentences(name, path, file)]
-
-    def _sentences(self, name: str, path: str, file: Path) -> Iterator[str]:
-        if os.path.lexists(path):
-            return
-        if path in self._written:
-            written, file = self._written[path]
-            is_elsewhere = (Path(written) / "resolved.yaml").exists() if name == "output" else os.path.lexists(written)
-            if is_elsewhere:
-                yield (
-                    f"{name}: there is no {path}: {written!r} in {file} is relative to that file. There is one in the current "
-                    f"folder; write {os.path.relpath(written, file.parent)}"
-                )
-        elif name != "output" and os.path.lexists(file.parent / path):
-            yield (
-                f"{name}: there is no {path}: on the command line it is relative to the current folder. There is one beside "
-                f"{file}; write {file.parent / path}"
-            )
+    def misplaced(self, config: Section, file: Path) -> Iterator[str]:
+        """Yields a sentence for each path that is missing, and would not be by the other rule. ``file``: the run's."""
+        for name, path in paths_in(config).items():
+            if os.path.lexists(path):
+                continue
+            if path in self._written:
+                written, source = self._written[path]
+                remedy = f"There is one in the current folder; write {os.path.relpath(written, source.parent)}"
+                if os.path.lexists(Path(written, "resolved.yaml") if name == "output" else written):
+                    yield f"{name}: there is no {path}: {written!r} in {source} is relative to that file. {remedy}"
+            elif name != "output" and _is_relative(path) and os.path.lexists(file.parent / path):
+                rule = "on the command line it is relative to the current folder"
+                yield f"{name}: there is no {path}: {rule}. There is one beside {file}; write {file.parent / path}"
 
 
 def _from_here(path: Path) -> str:
