@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import logprob_and_entropy
-from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Scoring, combine, merge
+from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Logits, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, mixture, statistics
 from tepo_megatron.core.types import Checks, Divergence, TeacherLogits, TokenScores
 from tepo_megatron.tools.bench.scores import methods
@@ -170,21 +170,21 @@ def test_shards(divergence, sizes):
     oracle = dense_logprob_and_entropy(dense, labels, temperature=0.7, vocab_size=vocab, entropy_slope=True, teacher=held)
     loss(oracle, weights).backward()
     scorings = [_shard(labels, rank, width, vocab, 0.7, divergence) for rank in range(world)]
-    shards, teachers = (list(values.split(width, 1)) for values in (logits, held.logits_TVp))
+    shards = list(map(Logits, logits.split(width, 1), held.logits_TVp.split(width, 1)))
     stats_pRK, sums_pR2 = torch.full((world, 5, 12), torch.nan), torch.zeros(world, 5, 2)
-    for shard, teacher, scoring, stats_RK in zip(shards, teachers, scorings, stats_pRK, strict=True):
-        statistics(shard, scoring, stats_RK, teacher)
+    for shard, scoring, stats_RK in zip(shards, scorings, stats_pRK, strict=True):
+        statistics(shard, scoring, stats_RK)
     rows, _ = combine(stats_pRK, scorings[0])
-    for shard, teacher, scoring, sums_R2 in zip(shards, teachers, scorings, sums_pR2, strict=True):
+    for shard, scoring, sums_R2 in zip(shards, scorings, sums_pR2, strict=True):
         if scoring.has_mixture:
-            mixture(shard, teacher, scoring, rows, sums_R2)
+            mixture(shard, scoring, rows, sums_R2)
     scores, others = combine(stats_pRK, scorings[0], sums_pR2.sum(0))
     merged, _ = combine(merge(stats_pRK, 0.7, divergence)[None], scorings[0])  # as the parts of a row are
     torch.testing.assert_close(merged.logprob_R, scores.logprob_R)
     assert_scores(TokenScores(scores.logprob_R, scores.entropy_R, *others), oracle, 1e-5)
     out, gradients = torch.full_like(logits, torch.nan), Gradients(weights[0], weights[1], weights[0] - weights[1])
-    for shard, teacher, scoring, out_shard in zip(shards, teachers, scorings, out.split(width, 1), strict=True):
-        gradient(shard, scoring, scores, gradients, out_shard, teacher)
+    for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
+        gradient(shard, scoring, scores, gradients, out_shard)
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
 
 

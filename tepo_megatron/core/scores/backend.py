@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import native
-from tepo_megatron.core.scores.shard import Gradients, LocalLabels, RowScores, Scoring, divergence_of, outcomes
+from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Logits, RowScores, Scoring, divergence_of, mapped, outcomes
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH, RowSweeps
 
 BackendName = Literal["auto", "torch", "cpp", "triton"]
@@ -22,21 +22,13 @@ _IN_CPP = RowSweeps(native.forward, native.mixture, native.backward)
 class Backend(Protocol):
     """The passes over a shard [T, Vp]. No collective."""
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
+    def statistics(self, logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
         """Writes the statistics of `combine` into contiguous [R, K], fp32 (fp64 for fp64)."""
 
-    def mixture(self, logits_TVp: Tensor, teacher_TVp: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+    def mixture(self, logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
         """Writes the shard's part of KL(student ‖ m) and of KL(teacher ‖ m) into [R, 2], with m of ``jsd``."""
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        gradients: Gradients,
-        out_TVp: Tensor,
-        teacher_TVp: Tensor | None = None,
-    ) -> None:
+    def gradient(self, logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         """Writes all of ``out_TVp``, zeros for padding and masked rows. It may be the logits or have another dtype."""
 
 
@@ -95,32 +87,24 @@ class _KeptTokens:
     def mixture(self, *_: object) -> None:
         raise NotImplementedError
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
+    def statistics(self, logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
         if not scoring.count:
             return
-        picked_RC, _, inside_RC = _pick(logits_TVp, scoring)
-        IN_TORCH.forward(picked_RC, replace(scoring, rows_R=None), stats_RK)
+        picked_RC, _, inside_RC = _pick(logits.student, scoring)
+        IN_TORCH.forward(Logits(picked_RC), replace(scoring, rows_R=None), stats_RK)
         stats_RK[:, 3] = torch.where(inside_RC[:, 0], picked_RC[:, 0], 0.0)
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        gradients: Gradients,
-        out_TVp: Tensor,
-        teacher_TVp: Tensor | None = None,
-    ) -> None:
+    def gradient(self, logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         if not scoring.count:
             out_TVp.zero_()
             return
-        picked_RC, column_RC, _ = _pick(logits_TVp, scoring)  # before the gradient may take the logits' place
+        picked_RC, column_RC, _ = _pick(logits.student, scoring)  # before the gradient may take the logits' place
         labels = LocalLabels(torch.zeros_like(scoring.labels.column_R), scoring.labels.inside_R)
         rows = replace(scoring, rows_R=None, labels=labels)
-        IN_TORCH.backward(picked_RC, rows, scores, gradients.map(scoring.of_rows), picked_RC)
+        IN_TORCH.backward(Logits(picked_RC), rows, scores, mapped(gradients, scoring.of_rows), picked_RC)
         # Each column is in a row once; a −inf outside this shard adds its gradient, 0, to column 0.
         out_TVp.zero_()
-        out_TVp.index_put_((_rows(scoring, logits_TVp), column_RC), picked_RC.to(out_TVp.dtype), accumulate=True)
+        out_TVp.index_put_((scoring.token_R.unsqueeze(1), column_RC), picked_RC.to(out_TVp.dtype), accumulate=True)
 
 
 @dataclass(frozen=True)
@@ -133,24 +117,16 @@ class _TopK:
     def mixture(self, *_: object) -> None:
         raise NotImplementedError
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
+    def statistics(self, logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
         assert scoring.top is not None
         plain, tokens = scoring.without_top, scoring.top.tokens
         whole_RK = stats_RK.new_empty(scoring.count, plain.statistics)
-        self.of_backend(logits_TVp, plain, whole_RK)
+        self.of_backend(logits, plain, whole_RK)
         stats_RK[:, : plain.statistics] = whole_RK
-        picked_RK = logits_TVp[_rows(scoring, logits_TVp), tokens.column_R].to(stats_RK.dtype)
+        picked_RK = logits.student[scoring.token_R.unsqueeze(1), tokens.column_R].to(stats_RK.dtype)
         stats_RK[:, plain.statistics :] = torch.where(tokens.inside_R, picked_RK, 0.0)
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        gradients: Gradients,
-        out_TVp: Tensor,
-        teacher_TVp: Tensor | None = None,
-    ) -> None:
+    def gradient(self, logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         """∂/∂logit is w − p Σw in a column of the top k and p (w/p of the rest − Σw) in another one: no difference of large
         numbers where the rest is small.
         """
@@ -158,7 +134,7 @@ class _TopK:
         assert scores.top_logprob_RK is not None
         if gradients.divergence is None or not scoring.count:
             plain = gradients._replace(divergence=None)
-            self.gradient_of_backend(logits_TVp, scoring.without_top, scores, plain, out_TVp)
+            self.gradient_of_backend(logits, scoring.without_top, scores, plain, out_TVp)
             return
         logp_RO = outcomes(scores.top_logprob_RK)
         pull_RO = divergence_of(logp_RO, outcomes(scoring.top.logprob_RK), scoring.top.divergence)[1]
@@ -166,12 +142,12 @@ class _TopK:
         pull_RO, total_R = grad_R.unsqueeze(1) * pull_RO, grad_R * pull_RO.sum(1)
         elsewhere_R = pull_RO[:, -1] / logp_RO[:, -1].exp()
         column_RC, of_label_RC, of_top_RC, in_top_RC = _corrected(scoring, pull_RO[:, :-1])
-        rows_R1 = _rows(scoring, logits_TVp)
-        shifted_RC = logits_TVp[rows_R1, column_RC].double() - scores.max_R.double().unsqueeze(1)  # before out is written
+        rows_R1 = scoring.token_R.unsqueeze(1)
+        shifted_RC = logits.student[rows_R1, column_RC].double() - scores.max_R.double().unsqueeze(1)  # before out is written
         logp_RC = shifted_RC / scoring.temperature - scores.log_sum_R.double().unsqueeze(1)
         of_logprob_R = torch.zeros_like(grad_R) if gradients.logprob is None else scoring.of_rows(gradients.logprob).double()
         whole_T = scoring.to_tokens((of_logprob_R + total_R - elsewhere_R).to(scores.logprob_R.dtype))
-        self.gradient_of_backend(logits_TVp, scoring.without_top, scores, Gradients(whole_T, gradients.entropy), out_TVp)
+        self.gradient_of_backend(logits, scoring.without_top, scores, Gradients(whole_T, gradients.entropy), out_TVp)
         if not scoring.columns:
             return
         slope_RC = of_logprob_R.unsqueeze(1) * of_label_RC + of_top_RC
@@ -202,10 +178,5 @@ def _pick(logits_TVp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]
     assert scoring.kept_tokens is not None
     column_RC = torch.cat([scoring.labels.column_R.unsqueeze(1), scoring.kept_tokens.column_R], 1)
     inside_RC = torch.cat([scoring.labels.inside_R.unsqueeze(1), scoring.kept_tokens.inside_R], 1)
-    values_RC = logits_TVp[_rows(scoring, logits_TVp), column_RC].to(torch.promote_types(logits_TVp.dtype, torch.float32))
+    values_RC = logits_TVp[scoring.token_R.unsqueeze(1), column_RC].to(torch.promote_types(logits_TVp.dtype, torch.float32))
     return values_RC.masked_fill(~inside_RC, -torch.inf), column_RC, inside_RC
-
-
-def _rows(scoring: Scoring, logits_TVp: Tensor) -> Tensor:
-    rows_R = torch.arange(scoring.count, device=logits_TVp.device) if scoring.rows_R is None else scoring.rows_R
-    return rows_R.unsqueeze(1)

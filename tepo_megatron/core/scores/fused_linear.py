@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine
+from tepo_megatron.core.scores.shard import Gradients, Logits, RowScores, Scoring, all_gather, combine, mapped
 from tepo_megatron.core.types import Checks, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ class _FusedLinear(torch.autograd.Function):
         mixture_R2 = stats_RK.new_empty(scoring.count, 2)
         for index, chunk, logits_cVp, _ in _chunks(hidden_RH, weight_VpH, scoring):
             _multiply(hidden_RH[index], weight_VpH, logits_cVp)
-            teacher_cVp = None if products is None else products.of(index, logits_cVp)
-            backend.statistics(logits_cVp, chunk, stats_RK[index], teacher_cVp)
-            if scoring.has_mixture and teacher_cVp is not None:  # while there are logits: they are not computed again
+            logits = Logits(logits_cVp, None if products is None else products.of(index, logits_cVp))
+            backend.statistics(logits, chunk, stats_RK[index])
+            if scoring.has_mixture:  # while there are logits: they are not computed again
                 gathered.append(scoring.gather(stats_RK[index]))
-                backend.mixture(logits_cVp, teacher_cVp, chunk, combine(gathered[-1], chunk)[0], mixture_R2[index])
+                backend.mixture(logits, chunk, combine(gathered[-1], chunk)[0], mixture_R2[index])
         stats_pRK = torch.cat(gathered, 1) if gathered else scoring.gather(stats_RK)
         ctx.backend, ctx.gather_group = backend, gather_group
         # The parameter itself, for its attributes: a saved tensor need not be the same object.
@@ -138,49 +138,34 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any,
-        grad_logprob_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        _: Tensor | None,
-        grad_divergence_T: Tensor | None,
-        *__: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *of_scores_T: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight_VpH, *saved = ctx.saved_tensors
-        gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
+        gradients = Gradients(of_scores_T[0], of_scores_T[1], of_scores_T[3])
         if all(gradient is None for gradient in gradients):
-            return None, None, None, None, None, None, None
+            return (None,) * 7
         scoring: Scoring = ctx.scoring
         hidden_RH = _rows(hidden, scoring, ctx.gather_group)
         products = None
         if ctx.has_teacher:
             hidden_TG, weight_VpG, *saved = saved
-            if grad_divergence_T is not None:
+            if gradients.divergence is not None:
                 products = _Products(hidden_TG, weight_VpG, scoring, ctx.gather_group)
         grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
         if ctx.needs_input_grad[1] and ctx.parameter is None:
             grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=torch.promote_types(weight_VpH.dtype, torch.float32))
         elif ctx.needs_input_grad[1]:
             grad_weight_VpH = ctx.parameter.main_grad
-        grad_hidden_RH = _add_gradients(
-            hidden_RH,
-            weight_VpH,
-            scoring,
-            ctx.backend,
-            RowScores(*saved),
-            gradients.map(scoring.of_rows),
-            grad_weight_VpH,
-            products,
-        )
+        rows, of_rows = RowScores(*saved), mapped(gradients, scoring.of_rows)
+        grad_hidden_RH = _add_gradients(hidden_RH, weight_VpH, scoring, ctx.backend, rows, of_rows, grad_weight_VpH, products)
         del hidden_RH
         grad_hidden = scoring.to_tokens(grad_hidden_RH)
         if ctx.gather_group is not None and grad_hidden.numel():
             grad_hidden = _reduce_scatter(grad_hidden, ctx.gather_group)
         elif scoring.tp_group is not None and grad_hidden.numel():
             dist.all_reduce(grad_hidden, group=scoring.tp_group)
-        if grad_weight_VpH is None:
-            return grad_hidden, None, None, None, None, None, None
-        grad_weight = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
+        grad_weight = grad_weight_VpH
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
@@ -224,8 +209,8 @@ def _add_gradients(
     for index, chunk, logits_cVp, gradient_cVp in _chunks(hidden_RH, weight_VpH, scoring, gradient=True):
         # The logits are computed again, since this function avoids keeping them.
         _multiply(hidden_RH[index], weight_VpH, logits_cVp)
-        teacher_cVp = None if products is None else products.of(index, logits_cVp)
-        backend.gradient(logits_cVp, chunk, rows.part(index), gradients.map(itemgetter(index)), gradient_cVp, teacher_cVp)
+        logits, part = Logits(logits_cVp, None if products is None else products.of(index, logits_cVp)), itemgetter(index)
+        backend.gradient(logits, chunk, mapped(rows, part), mapped(gradients, part), gradient_cVp)
         torch.mm(gradient_cVp, weight_VpH, out=grad_hidden_RH[index])
         if grad_weight_VpH is not None:
             _add_product(grad_weight_VpH, gradient_cVp.t(), hidden_RH[index])
@@ -374,29 +359,23 @@ class _LogprobAndEntropy(torch.autograd.Function):
         stats_RK = logits_TVp.new_empty(
             scoring.count, scoring.statistics, dtype=torch.promote_types(logits_TVp.dtype, torch.float32)
         )
-        backend.statistics(logits_TVp, scoring, stats_RK, teacher_TVp)
+        logits = Logits(logits_TVp, teacher_TVp)
+        backend.statistics(logits, scoring, stats_RK)
         stats_pRK = scoring.gather(stats_RK)
         mixture_R2 = stats_RK.new_empty(scoring.count, 2)
-        if scoring.has_mixture and teacher_TVp is not None:
-            backend.mixture(logits_TVp, teacher_TVp, scoring, combine(stats_pRK, scoring)[0], mixture_R2)
+        if scoring.has_mixture:
+            backend.mixture(logits, scoring, combine(stats_pRK, scoring)[0], mixture_R2)
         ctx.backend, ctx.inplace = backend, inplace
         return _scores_of(ctx, scoring, stats_pRK, mixture_R2, logits_TVp, teacher_TVp)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any,
-        grad_logprob_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        _: Tensor | None,
-        grad_divergence_T: Tensor | None,
-        *__: Tensor | None,
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *of_scores_T: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_TVp, teacher_TVp, *saved = ctx.saved_tensors
-        gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
+        gradients = Gradients(of_scores_T[0], of_scores_T[1], of_scores_T[3])
         if all(gradient is None for gradient in gradients):
-            return None, None, None, None, None
+            return (None,) * 5
         # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
-        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), gradients, out_TVp, teacher_TVp)
+        ctx.backend.gradient(Logits(logits_TVp, teacher_TVp), ctx.scoring, RowScores(*saved), gradients, out_TVp)
         return out_TVp, None, None, None, None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import torch_sweep as sweep
-from tepo_megatron.core.scores.shard import EMPTY_MAX, Gradients, RowScores, Scoring
+from tepo_megatron.core.scores.shard import EMPTY_MAX, Gradients, Logits, RowScores, Scoring, mapped
 
 _LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -36,10 +36,10 @@ _BACKWARD = (*_ROWS, *(_POINTER,) * 6, _SIZE, _SIZE, _POINTER, _SIZE, *(_POINTER
 _KINDS = {"forward_kl": 1, "reverse_kl": 2, "jsd": 3}
 
 
-def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TV: Tensor | None = None) -> None:
-    if logits_TV.dtype not in _NAMES:
-        return sweep.forward(logits_TV, scoring, stats_RK, teacher_TV)
-    teacher_TV = None if teacher_TV is None else _in_rows(teacher_TV)
+def forward(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
+    if logits.student.dtype not in _NAMES:
+        return sweep.forward(logits, scoring, stats_RK)
+    logits_TV, teacher_TV = mapped(logits, _in_rows)
     kind = 0 if scoring.divergence is None else _KINDS[scoring.divergence.kind]
 
     def rest(index: slice) -> tuple[float | None, ...]:
@@ -55,13 +55,13 @@ def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TV: T
         stats_RK[:, -1] /= _LOG2_E
 
 
-def mixture(logits_TV: Tensor, teacher_TV: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
-    if logits_TV.dtype not in _NAMES:
-        return sweep.mixture(logits_TV, teacher_TV, scoring, scores, sums_R2)
+def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+    if logits.student.dtype not in _NAMES:
+        return sweep.mixture(logits, scoring, scores, sums_R2)
     assert scoring.divergence is not None
     assert scores.teacher_max_R is not None
     assert scores.teacher_log_sum_R is not None
-    teacher_TV, beta = _in_rows(teacher_TV), scoring.divergence.beta
+    (logits_TV, teacher_TV), beta = mapped(logits, _in_rows), scoring.divergence.beta
     rows = [scores.max_R, scores.log_sum_R * _LOG2_E, scores.teacher_max_R, scores.teacher_log_sum_R * _LOG2_E, sums_R2]
 
     def rest(index: slice) -> tuple[float | None, ...]:
@@ -71,16 +71,10 @@ def mixture(logits_TV: Tensor, teacher_TV: Tensor, scoring: Scoring, scores: Row
     sums_R2 /= _LOG2_E
 
 
-def backward(
-    logits_TV: Tensor,
-    scoring: Scoring,
-    scores: RowScores,
-    gradients: Gradients,
-    out_TV: Tensor,
-    teacher_TV: Tensor | None = None,
-) -> None:
-    if logits_TV.dtype not in _NAMES:
-        return sweep.backward(logits_TV, scoring, scores, gradients, out_TV, teacher_TV)
+def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
+    if logits.student.dtype not in _NAMES:
+        return sweep.backward(logits, scoring, scores, gradients, out_TV)
+    logits_TV, teacher_TV = mapped(logits, _in_rows)
     temperature, labels = scoring.temperature, scoring.labels
     grad_logprob_R, grad_entropy_R = (torch.zeros_like(scores.logprob_R) if grad is None else grad for grad in gradients[:2])
     scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
@@ -92,7 +86,7 @@ def backward(
     elif teacher_TV is not None:
         terms = sweep.teacher_terms(scoring, scores, gradients.divergence)
         constant_R, slope_R, further = constant_R + terms[0], slope_R + terms[1], list(terms[2:])
-        teacher_TV, kind = _in_rows(teacher_TV), _KINDS[scoring.divergence.kind]
+        kind = _KINDS[scoring.divergence.kind]
     per_row = [scores.max_R, constant_R, slope_R, labels.column_R, at_label_R]
     per_row = [values_R.contiguous() for values_R in per_row]
 
@@ -110,7 +104,6 @@ def _call(
 ) -> None:
     function = getattr(library(), name)
     function.argtypes, function.restype = types, None
-    logits_TV = _in_rows(logits_TV)
 
     def part(index: slice) -> None:
         base_TV, rows = _part_of(logits_TV, scoring.rows_R, index)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,26 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_Tensors = TypeVar("_Tensors", bound=NamedTuple)
+
+
+def mapped(tensors: _Tensors, function: Callable[[Tensor], Tensor]) -> _Tensors:
+    """None stays."""
+    return tensors._make(None if values is None else function(values) for values in tensors)
+
+
+class Logits(NamedTuple):
+    """A shard [T, Vp], and a teacher's of the same tokens and columns."""
+
+    student: Tensor
+    teacher: Tensor | None = None
+
+
 class LocalLabels(NamedTuple):
     """Of labels [R], or kept or a teacher's tokens [R, K]."""
 
     column_R: Tensor  # int64; 0 if another shard has the token
     inside_R: Tensor
-
-    def part(self, index: slice) -> LocalLabels:
-        return LocalLabels(self.column_R[index], self.inside_R[index])
 
 
 class _LocalTopK(NamedTuple):
@@ -42,9 +55,6 @@ class _LocalTopK(NamedTuple):
     tokens: LocalLabels
     logprob_RK: Tensor  # fp64
     divergence: Divergence
-
-    def part(self, index: slice) -> _LocalTopK:
-        return _LocalTopK(self.tokens.part(index), self.logprob_RK[index], self.divergence)
 
 
 @dataclass(frozen=True)
@@ -121,14 +131,14 @@ class Scoring:
             inside = (column >= 0) & (column < columns) & (ids >= 0)
             return LocalLabels(torch.where(inside, column, 0), inside)
 
-        labels_R = of_rows(labels_T)
+        labels_R, token_R = of_rows(labels_T), of_rows(torch.arange(tokens, device=labels_T.device))
         kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
-        _check_ids(labels_R, kept_RK, rows_R, vocab_size, checks)
+        _check_ids(labels_R, kept_RK, token_R, vocab_size, checks)
         kept_tokens = None if kept_RK is None else local(kept_RK)
         labels, local_top = local(labels_R), None
         if top is not None:
             ids_RK = of_rows(top.ids_TK).long()
-            _check_top(ids_RK, rows_R, vocab_size, checks)
+            _check_top(ids_RK, token_R, vocab_size, checks)
             local_top = _LocalTopK(local(ids_RK), of_rows(top.logprobs_TK).double(), top.divergence)
         return cls(
             tp_group, temperature, columns, tokens, rows_R, labels, checks, entropy_slope, kept_tokens, divergence, local_top
@@ -151,6 +161,10 @@ class Scoring:
     def count(self) -> int:
         return self.labels.column_R.numel()
 
+    @property
+    def token_R(self) -> Tensor:
+        return torch.arange(self.count, device=self.labels.column_R.device) if self.rows_R is None else self.rows_R
+
     def of_rows(self, values_T: Tensor) -> Tensor:
         return values_T if self.rows_R is None else values_T[self.rows_R]
 
@@ -161,9 +175,11 @@ class Scoring:
         return values_R.new_zeros(self.tokens, *values_R.shape[1:]).index_copy_(0, self.rows_R, values_R)
 
     def chunk(self, index: slice) -> Scoring:
-        kept = None if self.kept_tokens is None else self.kept_tokens.part(index)
-        top = None if self.top is None else self.top.part(index)
-        labels, tokens = self.labels.part(index), index.stop - index.start
+        part, top = itemgetter(index), self.top
+        if top is not None:
+            top = top._replace(tokens=mapped(top.tokens, part), logprob_RK=top.logprob_RK[index])
+        kept = None if self.kept_tokens is None else mapped(self.kept_tokens, part)
+        labels, tokens = mapped(self.labels, part), index.stop - index.start
         return replace(self, tokens=tokens, rows_R=None, labels=labels, kept_tokens=kept, top=top)
 
     def gather(self, local_RK: Tensor) -> Tensor:
@@ -174,7 +190,7 @@ class Scoring:
 
     def check_finite(self, stats_pRK: Tensor, scores: RowScores, divergence_R: Tensor | None) -> None:
         """Every rank notes the same errors."""
-        token_R = _tokens(self.rows_R, scores.log_sum_R)
+        token_R = self.token_R
 
         def refuse(log_sum_R: Tensor, sum_pR: Tensor, whose: str, hint: str) -> None:
             def error(_: int, token: float, *sum_p: float) -> ValueError:
@@ -214,13 +230,8 @@ def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tupl
         )
 
 
-def _tokens(rows_R: Tensor | None, like_R: Tensor) -> Tensor:
-    return torch.arange(like_R.numel(), device=like_R.device) if rows_R is None else rows_R
-
-
-def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, rows_R: Tensor | None, vocab_size: int, checks: Checks) -> None:
+def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, token_R: Tensor, vocab_size: int, checks: Checks) -> None:
     """A wrong id is in no shard: nothing is read out of bounds."""
-    token_R = _tokens(rows_R, labels_R)
 
     def wrong_label(_: int, token: float, label: float) -> ValueError:
         return ValueError(
@@ -240,7 +251,7 @@ def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, rows_R: Tensor | None, 
         checks.refuse(wrong_RK.any(1), wrong_kept, token_R, kept_RK.gather(1, first_R1).squeeze(1))
 
 
-def _check_top(ids_RK: Tensor, rows_R: Tensor | None, vocab_size: int, checks: Checks) -> None:
+def _check_top(ids_RK: Tensor, token_R: Tensor, vocab_size: int, checks: Checks) -> None:
     def wrong(_: int, token: float, lowest: float, highest: float) -> ValueError:
         return ValueError(
             f"the teacher's tokens of token {token:.0f} are between {lowest:.0f} and {highest:.0f}, not within [0, "
@@ -250,7 +261,7 @@ def _check_top(ids_RK: Tensor, rows_R: Tensor | None, vocab_size: int, checks: C
     if ids_RK.numel():
         lowest_R, highest_R = ids_RK.amin(1), ids_RK.amax(1)
         wrong_R = (lowest_R < 0) | (highest_R >= vocab_size)
-        checks.refuse(wrong_R, wrong, _tokens(rows_R, lowest_R), lowest_R, highest_R)
+        checks.refuse(wrong_R, wrong, token_R, lowest_R, highest_R)
 
 
 def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
@@ -276,9 +287,6 @@ class RowScores(NamedTuple):
     gap_R: Tensor | None = None  # KL of the student from the teacher, or from the mixture, for the gradient
     top_logprob_RK: Tensor | None = None  # fp64, of a teacher's top k
 
-    def part(self, index: slice) -> RowScores:
-        return RowScores(*(None if values_R is None else values_R[index] for values_R in self))  # type: ignore[arg-type]
-
 
 class _OtherScores(NamedTuple):
     """[R], without use in the gradient."""
@@ -295,9 +303,6 @@ class Gradients(NamedTuple):
     logprob: Tensor | None
     entropy: Tensor | None
     divergence: Tensor | None = None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
-        return Gradients(*(None if values is None else function(values) for values in self))
 
 
 def combine(stats_pRK: Tensor, scoring: Scoring, mixture_R2: Tensor | None = None) -> tuple[RowScores, _OtherScores]:

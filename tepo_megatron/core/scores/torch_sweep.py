@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.scores.shard import EMPTY_MAX, TEACHER_STATISTICS, Gradients, RowScores, Scoring
+from tepo_megatron.core.scores.shard import EMPTY_MAX, TEACHER_STATISTICS, Gradients, Logits, RowScores, Scoring, mapped
 
 _LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4  # stands for −inf in an exponent: 0 · −inf is NaN
@@ -22,11 +23,11 @@ _WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large 
 _FEW_ROWS = 8
 
 
-def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TV: Tensor | None = None) -> None:
+def forward(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
     """Writes all statistics but the labels' logits."""
-    for index, where, source_cV, (t_cV, e_cV) in _chunks(logits_TV, scoring.rows_R, tensors=2 if teacher_TV is None else 6):
-        if teacher_TV is not None:
-            _teacher_statistics(source_cV, teacher_TV[where].to(source_cV.dtype), scoring, stats_RK[index])
+    for index, where, source_cV, (t_cV, e_cV) in _chunks(logits, scoring.rows_R):
+        if logits.teacher is not None:
+            _teacher_statistics(source_cV, logits.teacher[where].to(source_cV.dtype), scoring, stats_RK[index])
         max_c1 = source_cV.amax(1, keepdim=True).clamp(min=EMPTY_MAX)
         _exponents(source_cV, max_c1, scoring.temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
@@ -62,13 +63,14 @@ def _total(weights_cV: Tensor, values_cV: Tensor) -> Tensor:
     return torch.where(weights_cV > 0, weights_cV * values_cV, 0.0).sum(1)
 
 
-def mixture(logits_TV: Tensor, teacher_TV: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
-    for index, where, x_cV, _ in _chunks(logits_TV, scoring.rows_R, tensors=6):
-        rows = scores.part(index)
+def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+    assert logits.teacher is not None
+    assert scoring.divergence is not None
+    for index, where, x_cV, _ in _chunks(logits, scoring.rows_R):
+        rows = mapped(scores, itemgetter(index))
         logp_cV = _logprob(x_cV, rows.max_R, rows.log_sum_R, scoring.temperature)
-        logq_cV = _logprob(teacher_TV[where], rows.teacher_max_R, rows.teacher_log_sum_R, scoring.temperature)
+        logq_cV = _logprob(logits.teacher[where], rows.teacher_max_R, rows.teacher_log_sum_R, scoring.temperature)
         p_cV, q_cV = logp_cV.exp(), logq_cV.exp()
-        assert scoring.divergence is not None
         logm_cV = _mixture(1 - scoring.divergence.beta, p_cV, scoring.divergence.beta, q_cV).log()
         sums_R2[index, 0] = _total(p_cV, logp_cV - logm_cV)
         sums_R2[index, 1] = _total(q_cV, logq_cV - logm_cV)
@@ -126,14 +128,7 @@ def _further(e_cV: Tensor, y_cV: Tensor, scoring: Scoring, terms_6c: Tensor) -> 
     return torch.where(e_cV > 0, factor_c1 * e_cV * s_cV, 0.0)
 
 
-def backward(
-    logits_TV: Tensor,
-    scoring: Scoring,
-    scores: RowScores,
-    gradients: Gradients,
-    out_TV: Tensor,
-    teacher_TV: Tensor | None = None,
-) -> None:
+def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
     """Writes (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature, and the gradient of the divergence;
     ``gradients`` are of rows.
     """
@@ -152,12 +147,12 @@ def backward(
         slope_R1 = (0.0 if slope_R1 is None else slope_R1) + terms_6R[1].unsqueeze(1)
     max_R1, column_R1 = scores.max_R.unsqueeze(1), scoring.labels.column_R.unsqueeze(1)
     at_label_R1 = (grad_logprob_R * scoring.labels.inside_R / temperature).unsqueeze(1)
-    for index, where, source_cV, (t_cV, e_cV) in _chunks(logits_TV, scoring.rows_R, tensors=2 if teacher_TV is None else 6):
+    for index, where, source_cV, (t_cV, e_cV) in _chunks(logits, scoring.rows_R):
         _exponents(source_cV, max_R1[index], temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
         further_cV = None
-        if terms_6R is not None and teacher_TV is not None:
-            further_cV = _further(e_cV, teacher_TV[where], scoring, terms_6R[:, index])
+        if terms_6R is not None and logits.teacher is not None:
+            further_cV = _further(e_cV, logits.teacher[where], scoring, terms_6R[:, index])
         if slope_R1 is None:
             e_cV.mul_(constant_R1[index])
         else:
@@ -174,10 +169,9 @@ def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Te
     out_cV.mul_(_LOG2_E / temperature).clamp_(min=_FAR_BELOW)
 
 
-def _chunks(
-    logits_TV: Tensor, rows_R: Tensor | None, *, tensors: int = 2
-) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
+def _chunks(logits: Logits, rows_R: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
     """Yields places among scored rows and in the logits, logits to compute with, and work [2, c, V]."""
+    logits_TV, tensors = logits.student, 2 if logits.teacher is None else 6
     tokens, columns = logits_TV.shape
     dtype, count = torch.promote_types(logits_TV.dtype, torch.float32), tokens if rows_R is None else rows_R.numel()
     budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
@@ -201,37 +195,27 @@ class RowSweeps:
     mix: Callable[..., None]
     backward: Callable[..., None]
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
-        rows_R, labels, columns = scoring.rows_R, scoring.labels, scoring.columns
-        if not columns:  # a shard of padding alone: it must not change the other shards' sums
+    def statistics(self, logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
+        labels = scoring.labels
+        if not scoring.columns:  # a shard of padding alone: it must not change the other shards' sums
             stats_RK.zero_()[:, 0] = EMPTY_MAX
-            if teacher_TVp is not None:
+            if logits.teacher is not None:
                 stats_RK[:, 1 - TEACHER_STATISTICS] = EMPTY_MAX
             return
-        self.forward(logits_TVp[:, :columns], scoring, stats_RK, None if teacher_TVp is None else teacher_TVp[:, :columns])
-        row_R = torch.arange(labels.column_R.numel(), device=logits_TVp.device) if rows_R is None else rows_R
+        self.forward(_true_columns(logits, scoring), scoring, stats_RK)
         # A label of another shard has column 0 here, so that the indexing is valid; its logit is then replaced by 0.
-        for column, values_TVp in ((3, logits_TVp), (-2, teacher_TVp)):
+        for column, values_TVp in zip((3, -2), logits, strict=True):
             if values_TVp is not None:
-                label_logit_R = values_TVp[row_R, labels.column_R].to(stats_RK.dtype)
+                label_logit_R = values_TVp[scoring.token_R, labels.column_R].to(stats_RK.dtype)
                 stats_RK[:, column] = torch.where(labels.inside_R, label_logit_R, 0.0)
 
-    def mixture(self, logits_TVp: Tensor, teacher_TVp: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
-        columns = scoring.columns
-        if columns:
-            self.mix(logits_TVp[:, :columns], teacher_TVp[:, :columns], scoring, scores, sums_R2)
+    def mixture(self, logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+        if scoring.columns:
+            self.mix(_true_columns(logits, scoring), scoring, scores, sums_R2)
         else:
             sums_R2.zero_()
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        gradients: Gradients,
-        out_TVp: Tensor,
-        teacher_TVp: Tensor | None = None,
-    ) -> None:
+    def gradient(self, logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         rows_R, columns = scoring.rows_R, scoring.columns
         # The sweep writes scored rows and true columns only. The rest is 0 whatever the storage held.
         if rows_R is not None:
@@ -239,9 +223,12 @@ class RowSweeps:
             out_TVp[masked_T] = 0
         out_TVp[:, columns:] = 0
         if columns:
-            teacher_TV = None if teacher_TVp is None else teacher_TVp[:, :columns]
-            rows = gradients.map(scoring.of_rows)
-            self.backward(logits_TVp[:, :columns], scoring, scores, rows, out_TVp[:, :columns], teacher_TV)
+            of_rows = mapped(gradients, scoring.of_rows)
+            self.backward(_true_columns(logits, scoring), scoring, scores, of_rows, out_TVp[:, :columns])
+
+
+def _true_columns(logits: Logits, scoring: Scoring) -> Logits:
+    return mapped(logits, lambda values_TVp: values_TVp[:, : scoring.columns])
 
 
 IN_TORCH = RowSweeps(forward, mixture, backward)

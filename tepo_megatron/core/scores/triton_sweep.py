@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from tepo_megatron.core.scores import triton_kernels
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, merge
+from tepo_megatron.core.scores.shard import Gradients, Logits, RowScores, Scoring, mapped, merge
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH, teacher_terms
 
 IS_INTERPRETED = not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
@@ -39,9 +39,10 @@ class _Grid(NamedTuple):
         }
 
 
-def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_TVp: Tensor | None = None) -> None:
+def statistics(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
+    logits_TVp = logits.student
     if logits_TVp.dtype == torch.float64:
-        return IN_TORCH.statistics(logits_TVp, scoring, stats_RK, teacher_TVp)
+        return IN_TORCH.statistics(logits, scoring, stats_RK)
     if not scoring.count:
         return
     grid = _cut(logits_TVp, scoring.count, scoring.columns)
@@ -50,7 +51,7 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_T
         triton_kernels.statistics_kernel[(scoring.count, grid.parts)](
             logits_TVp,
             *logits_TVp.stride(),
-            *_teacher(teacher_TVp),
+            *_teacher(logits.teacher),
             scoring.rows_R,
             scoring.labels.column_R,
             scoring.labels.inside_R,
@@ -67,9 +68,10 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor, teacher_T
         stats_RK.copy_(merge(parts_JRK, scoring.temperature, scoring.divergence))
 
 
-def mixture(logits_TVp: Tensor, teacher_TVp: Tensor, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
+    logits_TVp = logits.student
     if logits_TVp.dtype == torch.float64:
-        return IN_TORCH.mixture(logits_TVp, teacher_TVp, scoring, scores, sums_R2)
+        return IN_TORCH.mixture(logits, scoring, scores, sums_R2)
     if not scoring.count:
         return
     assert scoring.divergence is not None
@@ -79,7 +81,7 @@ def mixture(logits_TVp: Tensor, teacher_TVp: Tensor, scoring: Scoring, scores: R
         triton_kernels.mixture_kernel[(scoring.count, grid.parts)](
             logits_TVp,
             *logits_TVp.stride(),
-            *_teacher(teacher_TVp),
+            *_teacher(logits.teacher),
             scoring.rows_R,
             scores.max_R,
             scores.log_sum_R,
@@ -103,16 +105,10 @@ def _kind(scoring: Scoring) -> int:
     return 0 if scoring.divergence is None else triton_kernels.KINDS[scoring.divergence.kind]
 
 
-def gradient(
-    logits_TVp: Tensor,
-    scoring: Scoring,
-    scores: RowScores,
-    gradients: Gradients,
-    out_TVp: Tensor,
-    teacher_TVp: Tensor | None = None,
-) -> None:
+def gradient(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
+    logits_TVp = logits.student
     if logits_TVp.dtype == torch.float64:
-        return IN_TORCH.gradient(logits_TVp, scoring, scores, gradients, out_TVp, teacher_TVp)
+        return IN_TORCH.gradient(logits, scoring, scores, gradients, out_TVp)
     if not scoring.count:
         out_TVp.zero_()
         return
@@ -126,14 +122,14 @@ def gradient(
             *logits_TVp.stride(),
             out_TVp,
             *out_TVp.stride(),
-            *_teacher(teacher_TVp if kind else None),
+            *_teacher(logits.teacher if kind else None),
             _numbers(scoring),
             scoring.labels.column_R,
             scoring.labels.inside_R,
             scores.max_R,
             scores.log_sum_R,
             scores.entropy_R,
-            *gradients.map(Tensor.contiguous)[:2],
+            *mapped(gradients, Tensor.contiguous)[:2],
             terms_NR,
             scoring.count,
             scoring.columns,

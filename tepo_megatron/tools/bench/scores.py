@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine
+from tepo_megatron.core.scores.shard import Gradients, Logits, RowScores, Scoring, combine
 from tepo_megatron.tools.bench.divergences import (
     DIVERGENCES,
     FUSED,
@@ -292,7 +292,7 @@ def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> 
     options: dict[str, Any] = {"temperature": 1.0, "vocab_size": None, "mask_T": None, "entropy_slope": entropy_slope}
     scoring = Scoring.plan(labels, tokens=tokens, width=width, tp_group=group, **options)
     stats = torch.empty(tokens, scoring.statistics, device=logits.device)
-    backend.statistics(logits, scoring, stats)
+    backend.statistics(Logits(logits), scoring, stats)
     scores, _ = combine(scoring.gather(stats), scoring)
     return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
 
@@ -301,7 +301,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, scoring: Scoring, scores: RowScores, backend: Backend) -> Outputs:
         stats = torch.empty(logits.shape[0], scoring.statistics, device=logits.device)
-        backend.statistics(logits, scoring, stats)
+        backend.statistics(Logits(logits), scoring, stats)
         ctx.scoring, ctx.scores, ctx.backend = scoring, scores, backend
         ctx.save_for_backward(logits)
         return stats[:, 1], stats[:, 2]
@@ -309,7 +309,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        ctx.backend.gradient(logits, ctx.scoring, ctx.scores, Gradients(*gradients), logits.detach())
+        ctx.backend.gradient(Logits(logits), ctx.scoring, ctx.scores, Gradients(*gradients), logits.detach())
         return logits.detach(), None, None, None
 
 

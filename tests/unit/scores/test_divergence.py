@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.shard import Scoring, combine
+from tepo_megatron.core.scores.shard import Logits, Scoring, combine
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH
 from tepo_megatron.core.types import LEAST_REST, Checks, Divergence, TeacherHead, TeacherLogits, TeacherTopK
 from tepo_megatron.errors import NotFiniteError
@@ -66,8 +66,9 @@ def test_a_column_without_weight_adds_nothing(backend: str, kind: str, temperatu
     planned |= {"temperature": temperature, "entropy_slope": False, "divergence": held.divergence}
     scoring = Scoring.plan(labels % 1500, **planned)
     shards_pRK = torch.empty(2, 1, scoring.statistics)
-    for shard, teacher, stats_RK in zip(logits.split(1500, 1), held.logits_TVp.split(1500, 1), shards_pRK, strict=True):
-        IN_TORCH.statistics(shard, scoring, stats_RK, teacher)
+    shards = map(Logits, logits.split(1500, 1), held.logits_TVp.split(1500, 1))
+    for shard, stats_RK in zip(shards, shards_pRK, strict=True):
+        IN_TORCH.statistics(shard, scoring, stats_RK)
     divergence = combine(shards_pRK, scoring)[1].divergence_R
     expected = dense_divergence(logits / temperature, held.logits_TVp / temperature, held.divergence)
     torch.testing.assert_close(divergence.double(), expected, rtol=1e-5, atol=1e-5)
