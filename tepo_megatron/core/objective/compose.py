@@ -349,13 +349,12 @@ def _measure_teacher(scores: TokenScores, batch: Batch, values: TokenValues) -> 
     before_S = values.lengths_S.cumsum(0) - values.lengths_S
     place_T = (mask_T.cumsum(0) - 1 - before_S[index_T]) / values.lengths_S.clamp(min=1)[index_T]
     quarters = [_over(mask_T & ((4 * place_T).floor() == number), value_T) for number in range(4)]
-    metrics = {
-        "distill/divergence": _over(mask_T, value_T),
-        "distill/divergence_q1": quarters[0],
-        "distill/divergence_q2": quarters[1],
-        "distill/divergence_q3": quarters[2],
-        "distill/divergence_q4": quarters[3],
-    }
+    metrics = {"distill/divergence": _over(mask_T, value_T)}
+    metrics |= zip(
+        ("distill/divergence_q1", "distill/divergence_q2", "distill/divergence_q3", "distill/divergence_q4"),
+        quarters,
+        strict=True,
+    )
     if scores.agreement is not None:
         metrics["distill/agreement"] = _over(mask_T, scores.agreement.to(value_T.dtype))
     if batch.top_logprobs_TK is not None and values.divergence_T is not None:
@@ -388,14 +387,9 @@ def _measure_clip(
             sequence_sum(where_T.double(), index_T, lengths_S.numel()) for where_T in (pushed_T, pushed_T & clipped_T)
         )
         inside_QS = _quarters(lengths_S, context.pushed_lengths)
-        quarters = list(zip((inside_QS * clipped_S).sum(1), (inside_QS * pushed_S).sum(1), strict=True))
-        metrics |= {
-            "clip/share": (clipped_S.sum(), pushed_S.sum()),
-            "clip/share_q1": quarters[0],
-            "clip/share_q2": quarters[1],
-            "clip/share_q3": quarters[2],
-            "clip/share_q4": quarters[3],
-        }
+        quarters = zip((inside_QS * clipped_S).sum(1), (inside_QS * pushed_S).sum(1), strict=True)
+        metrics["clip/share"] = (clipped_S.sum(), pushed_S.sum())
+        metrics |= zip(("clip/share_q1", "clip/share_q2", "clip/share_q3", "clip/share_q4"), quarters, strict=True)
     if isinstance(config.trust_region, Clip) and config.trust_region.is_auto:
         tokens, clip_range = mask_T.sum().double(), context.clip_range or ClipRange()
         low, high = config.trust_region.bounds(clip_range)
