@@ -174,14 +174,8 @@ def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]])
     }
 
 
-_TOKEN_VALUES = (
-    "logprob_update",
-    "entropy_change",
-    "advantage",
-    "ratio",
-    "divergence",
-    "masked",
-)  # stages without a loss need them too
+# stages without a loss need them too
+_TOKEN_VALUES = ("logprob_update", "entropy_change", "advantage", "ratio", "divergence", "masked")
 
 _KEPT = "token_values"
 
