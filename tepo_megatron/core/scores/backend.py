@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -47,7 +46,7 @@ def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = F
     elif name != "torch":
         raise ValueError(f"backend = {name!r} is unknown; known: auto, torch, cpp, triton")
     if top_k:
-        return _TopK(backend.statistics, backend.gradient)
+        return _TopK(backend)
     return _KeptTokens() if few_tokens else backend
 
 
@@ -81,11 +80,13 @@ def _in_triton(device: torch.device) -> Backend:
     return triton_sweep
 
 
-class _KeptTokens:
-    """Scores kept tokens: rows [R, 1 + K], label first, −inf for columns elsewhere. `Scoring.plan` refuses a teacher."""
-
+class _WithoutMixture:
     def mixture(self, *_: object) -> None:
         raise NotImplementedError
+
+
+class _KeptTokens(_WithoutMixture):
+    """Scores kept tokens: rows [R, 1 + K], label first, −inf for columns elsewhere. `Scoring.plan` refuses a teacher."""
 
     def statistics(self, logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
         if not scoring.count:
@@ -108,20 +109,16 @@ class _KeptTokens:
 
 
 @dataclass(frozen=True)
-class _TopK:
+class _TopK(_WithoutMixture):
     """Adds a teacher's top k to another backend, whose gradient it corrects in their columns, the label's and the first."""
 
-    of_backend: Callable[..., None]
-    gradient_of_backend: Callable[..., None]
-
-    def mixture(self, *_: object) -> None:
-        raise NotImplementedError
+    plain: Backend
 
     def statistics(self, logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
         assert scoring.top is not None
         plain, tokens = scoring.without_top, scoring.top.tokens
         whole_RK = stats_RK.new_empty(scoring.count, plain.statistics)
-        self.of_backend(logits, plain, whole_RK)
+        self.plain.statistics(logits, plain, whole_RK)
         stats_RK[:, : plain.statistics] = whole_RK
         picked_RK = logits.student[scoring.token_R.unsqueeze(1), tokens.column_R].to(stats_RK.dtype)
         stats_RK[:, plain.statistics :] = torch.where(tokens.inside_R, picked_RK, 0.0)
@@ -134,7 +131,7 @@ class _TopK:
         assert scores.top_logprob_RK is not None
         if gradients.divergence is None or not scoring.count:
             plain = gradients._replace(divergence=None)
-            self.gradient_of_backend(logits, scoring.without_top, scores, plain, out_TVp)
+            self.plain.gradient(logits, scoring.without_top, scores, plain, out_TVp)
             return
         logp_RO = outcomes(scores.top_logprob_RK)
         pull_RO = divergence_of(logp_RO, outcomes(scoring.top.logprob_RK), scoring.top.divergence)[1]
@@ -147,7 +144,7 @@ class _TopK:
         logp_RC = shifted_RC / scoring.temperature - scores.log_sum_R.double().unsqueeze(1)
         of_logprob_R = torch.zeros_like(grad_R) if gradients.logprob is None else scoring.of_rows(gradients.logprob).double()
         whole_T = scoring.to_tokens((of_logprob_R + total_R - elsewhere_R).to(scores.logprob_R.dtype))
-        self.gradient_of_backend(logits, scoring.without_top, scores, Gradients(whole_T, gradients.entropy), out_TVp)
+        self.plain.gradient(logits, scoring.without_top, scores, Gradients(whole_T, gradients.entropy), out_TVp)
         if not scoring.columns:
             return
         slope_RC = of_logprob_R.unsqueeze(1) * of_label_RC + of_top_RC

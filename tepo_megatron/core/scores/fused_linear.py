@@ -68,9 +68,9 @@ def fused_linear_logprob_and_entropy(
             f"hidden_TH is {hidden_TH.dtype} {tuple(hidden_TH.shape)} and weight_VpH {weight_VpH.dtype} "
             f"{tuple(weight_VpH.shape)}; give [tokens, H] and [columns of this shard, H] of one floating-point dtype"
         )
-    teacher, top = (None, teacher) if isinstance(teacher, TeacherTopK) else (teacher, None)
-    if teacher is not None:
-        hidden_TG, weight_VpG = teacher.hidden_TG, teacher.weight_VpG
+    with_logits = None if isinstance(teacher, TeacherTopK) else teacher
+    if with_logits is not None:
+        hidden_TG, weight_VpG = with_logits.hidden_TG, with_logits.weight_VpG
         fits = hidden_TG.ndim == weight_VpG.ndim == 2 and hidden_TG.shape[1] == weight_VpG.shape[1]
         fits = fits and (len(hidden_TG), len(weight_VpG)) == (len(hidden_TH), len(weight_VpH))
         if not fits or not hidden_TG.dtype == weight_VpG.dtype == hidden_TH.dtype:
@@ -91,14 +91,13 @@ def fused_linear_logprob_and_entropy(
         mask_T=mask_T,
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
-        divergence=None if teacher is None else teacher.divergence,
-        top=top,
+        teacher=teacher,
         scored=scored,
         checks=checks,
     )
-    backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None, top_k=top is not None)
+    backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None, top_k=scoring.top is not None)
     apply = _FusedLinear.apply
-    scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion, teacher)  # type: ignore[no-untyped-call]
+    scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion, with_logits)  # type: ignore[no-untyped-call]
     if checks is None:
         scoring.checks.raise_first()
     return TokenScores(*scores, checks=checks)
@@ -321,8 +320,7 @@ def logprob_and_entropy(
         raise ValueError(
             f"logits_TVp is {logits_TVp.dtype} {tuple(logits_TVp.shape)}; give floating-point [tokens, columns of this shard]"
         )
-    teacher, top = (None, teacher) if isinstance(teacher, TeacherTopK) else (teacher, None)
-    teacher_TVp = None if teacher is None else teacher.logits_TVp
+    teacher_TVp = teacher.logits_TVp if isinstance(teacher, TeacherLogits) else None
     if teacher_TVp is not None and (teacher_TVp.shape, teacher_TVp.dtype) != (logits_TVp.shape, logits_TVp.dtype):
         raise ValueError(
             f"the teacher's logits_TVp is {teacher_TVp.dtype} {tuple(teacher_TVp.shape)}; give the student's dtype and shape, "
@@ -339,12 +337,11 @@ def logprob_and_entropy(
         mask_T=mask_T,
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
-        divergence=None if teacher is None else teacher.divergence,
-        top=top,
+        teacher=teacher,
         scored=scored,
         checks=checks,
     )
-    chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None, top_k=top is not None)
+    chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None, top_k=scoring.top is not None)
     scores = _LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward, teacher_TVp)  # type: ignore[no-untyped-call]
     if checks is None:
         scoring.checks.raise_first()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.core.types import LEAST_REST, Checks, Divergence, TeacherTopK
+from tepo_megatron.core.types import LEAST_REST, Checks, Divergence, TeacherHead, TeacherLogits, TeacherTopK
 from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class Scoring:
         mask_T: Tensor | None,
         entropy_slope: bool,
         kept_TK: Tensor | None = None,
-        divergence: Divergence | None = None,
-        top: TeacherTopK | None = None,
+        teacher: TeacherHead | TeacherLogits | TeacherTopK | None = None,
         scored: int | None = None,
         checks: Checks | None = None,
     ) -> Scoring:
@@ -105,10 +104,12 @@ class Scoring:
         _check_shape("labels_T", labels_T, (tokens,), (torch.int64,))
         if mask_T is not None:
             _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
-        if kept_TK is not None and (divergence is not None or top is not None):
+        if kept_TK is not None and teacher is not None:
             raise ValueError("kept_TK and a teacher exclude each other: divergences are of the whole vocabulary; leave out one")
         if kept_TK is not None:
             _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
+        top = teacher if isinstance(teacher, TeacherTopK) else None
+        divergence = None if teacher is None or top is not None else teacher.divergence
         if top is not None:
             _check_shape("ids_TK", top.ids_TK, (tokens, top.ids_TK.shape[-1]), (torch.int32, torch.int64))
             if not 0 < top.ids_TK.shape[-1] < vocab_size:

@@ -63,7 +63,7 @@ def test_a_column_without_weight_adds_nothing(backend: str, kind: str, temperatu
     compare(logits, labels, options, weights, inplace=False, backend=backend, tolerance=2e-5)
     held = options["teacher"]
     planned: dict[str, Any] = {"tokens": 1, "width": 1500, "tp_group": None, "vocab_size": None, "mask_T": None}
-    planned |= {"temperature": temperature, "entropy_slope": False, "divergence": held.divergence}
+    planned |= {"temperature": temperature, "entropy_slope": False, "teacher": held}
     scoring = Scoring.plan(labels % 1500, **planned)
     shards_pRK = torch.empty(2, 1, scoring.statistics)
     shards = map(Logits, logits.split(1500, 1), held.logits_TVp.split(1500, 1))
