@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.types import Batch, TokenScores
 
 make_batch = Step.random
 
@@ -29,21 +28,9 @@ def doubles(*values):
 
 def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=None, labels=None):
     """A batch of these responses without prompts, and its scores, with entropies of 1."""
-    tokens = sum(lengths)
-    batch = Batch(
-        tokens_T=torch.zeros(tokens, dtype=torch.int64),
-        labels_T=torch.zeros(tokens, dtype=torch.int64) if labels is None else labels,
-        loss_mask_T=torch.ones(tokens, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        sampler_logprobs_T=old if sampler is None else sampler,
-        rewards_S=torch.zeros(len(lengths)),
-        groups_S=torch.zeros(len(lengths), dtype=torch.int64),
-        advantages_S=torch.as_tensor(advantages),
-        old_logprobs_T=old,
-        old_entropy_T=torch.ones_like(old),
-        reference_logprobs_T=reference,
-    )
-    return batch, TokenScores(logprob, torch.ones_like(old).requires_grad_())
+    changes = {"sampler_logprobs_T": sampler, "reference_logprobs_T": reference, "labels_T": labels}
+    changes = {name: values for name, values in changes.items() if values is not None}
+    return Step.plain(lengths, old, logprob, advantages_S=torch.as_tensor(advantages), **changes)
 
 
 def outputs_of(config, batch, scores):

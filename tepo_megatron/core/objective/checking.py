@@ -46,6 +46,23 @@ class Step(NamedTuple):
     scores: TokenScores
 
     @classmethod
+    def plain(cls, lengths: Sequence[int], old_T: Tensor, logprob_T: Tensor, **changes: Any) -> Step:
+        """Makes responses without prompts, drawn from the old policy. ``changes``: fields of the batch. Entropies are 1."""
+        zeros_T, zeros_S = torch.zeros(sum(lengths), dtype=torch.int64), torch.zeros(len(lengths), dtype=torch.int64)
+        fields: dict[str, Any] = {
+            "tokens_T": zeros_T,
+            "labels_T": zeros_T,
+            "loss_mask_T": torch.ones_like(zeros_T, dtype=torch.bool),
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+            "sampler_logprobs_T": old_T,
+            "rewards_S": zeros_S.float(),
+            "groups_S": zeros_S,
+            "old_logprobs_T": old_T,
+            "old_entropy_T": torch.ones_like(old_T),
+        }
+        return cls(Batch(**fields | changes), TokenScores(logprob_T, torch.ones_like(old_T).requires_grad_()))
+
+    @classmethod
     def random(
         cls,
         masks: Sequence[Sequence[bool]],
@@ -66,24 +83,26 @@ class Step(NamedTuple):
         rewards_S = torch.rand(count, generator=generator) if rewards is None else torch.tensor(rewards)
         entropy = torch.rand(total, generator=generator, dtype=torch.float64)
         seldom_SK = torch.randint(0, 3, (count, parts), generator=generator).clamp(min=1) - 1.0 if rewards is None else None
-        batch = Batch(
-            tokens_T=torch.zeros(total, dtype=torch.int64),
-            labels_T=labels,
-            loss_mask_T=mask,
-            cu_seqlens=torch.tensor([0, *map(len, masks)]).cumsum(0).int(),
-            sampler_logprobs_T=torch.where(mask, old + 0.2 * noise[0], 0.0),
-            rewards_S=rewards_S,
-            groups_S=torch.arange(count) // 2 if groups is None else torch.tensor(groups),
-            old_logprobs_T=old,
-            old_entropy_T=entropy,
-            reference_logprobs_T=old + 0.3 * noise[1],
-            reward_parts_SK=seldom_SK,  # as bonuses that are seldom given
-        )
         logprob, later_entropy = (old + spread * noise[2]).requires_grad_(), (entropy + 0.1 * noise[3]).requires_grad_()
         slope, teacher, divergence = torch.randn(3, total, generator=generator, dtype=torch.float64)
         top = torch.randn(total, 4, generator=generator, dtype=torch.float64).log_softmax(1)
-        batch = batch.with_(teacher_logprobs_T=old + 0.3 * teacher, top_logprobs_TK=top[:, :3])
-        return cls(batch, TokenScores(logprob, later_entropy, slope, divergence=divergence.abs().requires_grad_()))
+        step = cls.plain(
+            [*map(len, masks)],
+            old,
+            logprob,
+            labels_T=labels,
+            loss_mask_T=mask,
+            sampler_logprobs_T=torch.where(mask, old + 0.2 * noise[0], 0.0),
+            rewards_S=rewards_S,
+            groups_S=torch.arange(count) // 2 if groups is None else torch.tensor(groups),
+            old_entropy_T=entropy,
+            reference_logprobs_T=old + 0.3 * noise[1],
+            teacher_logprobs_T=old + 0.3 * teacher,
+            top_logprobs_TK=top[:, :3],
+            reward_parts_SK=seldom_SK,  # as bonuses that are seldom given
+        )
+        scores = TokenScores(logprob, later_entropy, slope, divergence=divergence.abs().requires_grad_())
+        return step._replace(scores=scores)
 
     def pick(self, sequences: Sequence[int]) -> Step:
         index_T = self.batch.token_index(sequences)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.core.types import TokenScores
 
 _OLD_PROBABILITY = 0.1
 _FALL = 0.1  # of the entropy, in nats
@@ -40,25 +41,10 @@ def _telling_log_ratios(config: ObjectiveConfig) -> Tensor:
 
 
 def _push(config: ObjectiveConfig, log_ratios_N: Tensor, sign: float, fall: float) -> Tensor:
-    count = log_ratios_N.numel()
-    old_N, entropy_N = torch.full_like(log_ratios_N, math.log(_OLD_PROBABILITY)), torch.ones_like(log_ratios_N)
-    zeros_N = torch.zeros(count, dtype=torch.int64)
-    batch = Batch(
-        tokens_T=zeros_N,
-        labels_T=zeros_N,
-        loss_mask_T=torch.ones(count, dtype=torch.bool),
-        cu_seqlens=torch.arange(count + 1, dtype=torch.int32),
-        sampler_logprobs_T=old_N,
-        rewards_S=torch.zeros(count),
-        groups_S=zeros_N,
-        advantages_S=torch.full((count,), sign),
-        old_logprobs_T=old_N,
-        old_entropy_T=entropy_N,
-        reference_logprobs_T=old_N,
-        teacher_logprobs_T=old_N + sign,
-    )
-    objective = build_objective(config)
-    logprob_N = (old_N + log_ratios_N).requires_grad_()
-    scores = TokenScores(logprob_N, entropy_N - fall, divergence=torch.zeros_like(old_N))
-    output = objective(scores, batch, objective.prepare(batch))
+    old_N = torch.full_like(log_ratios_N, math.log(_OLD_PROBABILITY))
+    logprob_N, advantages_N = (old_N + log_ratios_N).requires_grad_(), torch.full_like(old_N, sign, dtype=torch.float32)
+    models = {"reference_logprobs_T": old_N, "teacher_logprobs_T": old_N + sign}
+    step = Step.plain([1] * old_N.numel(), old_N, logprob_N, advantages_S=advantages_N, **models)
+    scores = TokenScores(logprob_N, 1 - torch.full_like(old_N, fall), divergence=torch.zeros_like(old_N))
+    output = step._replace(scores=scores).output(build_objective(config))
     return -torch.autograd.grad(output.numerator, logprob_N, materialize_grads=True)[0]
