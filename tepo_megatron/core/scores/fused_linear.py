@@ -23,6 +23,7 @@ _CHUNK_BYTES = {"cpu": 32 * 1024 * 1024}
 _CHUNK_BYTES_ACCELERATOR = 256 * 1024 * 1024
 _PART_ROWS = 4096
 
+_Head = tuple[Tensor, Tensor]  # hidden states of scored rows [R, H], and the weight [Vp, H]
 _Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -115,14 +116,12 @@ class _FusedLinear(torch.autograd.Function):
         gradient_accumulation_fusion: bool,
         teacher: TeacherHead | None,
     ) -> _Outputs:
-        hidden_RH = _rows(hidden, scoring, gather_group)
+        student = _rows(hidden, scoring, gather_group), weight_VpH
+        of_teacher = None if teacher is None else (_rows(teacher.hidden_TG, scoring, gather_group), teacher.weight_VpG)
         stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        products = None if teacher is None else _Products(teacher.hidden_TG, teacher.weight_VpG, scoring, gather_group)
         gathered: list[Tensor] = []
         mixture_R2 = stats_RK.new_empty(scoring.count, 2)
-        for index, chunk, logits_cVp, _ in _chunks(hidden_RH, weight_VpH, scoring):
-            _multiply(hidden_RH[index], weight_VpH, logits_cVp)
-            logits = Logits(logits_cVp, None if products is None else products.of(index, logits_cVp))
+        for index, chunk, logits, _ in _chunks(scoring, student, of_teacher):
             backend.statistics(logits, chunk, stats_RK[index])
             if scoring.has_mixture:  # while there are logits: they are not computed again
                 gathered.append(scoring.gather(stats_RK[index]))
@@ -137,26 +136,33 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *of_scores_T: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        _: Tensor | None,
+        grad_divergence_T: Tensor | None,
+        *__: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight_VpH, *saved = ctx.saved_tensors
-        gradients = Gradients(of_scores_T[0], of_scores_T[1], of_scores_T[3])
+        gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
         if all(gradient is None for gradient in gradients):
             return (None,) * 7
         scoring: Scoring = ctx.scoring
-        hidden_RH = _rows(hidden, scoring, ctx.gather_group)
-        products = None
+        student = _rows(hidden, scoring, ctx.gather_group), weight_VpH
+        teacher: _Head | None = None
         if ctx.has_teacher:
             hidden_TG, weight_VpG, *saved = saved
-            if gradients.divergence is not None:
-                products = _Products(hidden_TG, weight_VpG, scoring, ctx.gather_group)
+            if grad_divergence_T is not None:
+                teacher = _rows(hidden_TG, scoring, ctx.gather_group), weight_VpG
         grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
         if ctx.needs_input_grad[1] and ctx.parameter is None:
             grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=torch.promote_types(weight_VpH.dtype, torch.float32))
         elif ctx.needs_input_grad[1]:
             grad_weight_VpH = ctx.parameter.main_grad
         rows, of_rows = RowScores(*saved), mapped(gradients, scoring.of_rows)
-        grad_hidden_RH = _add_gradients(hidden_RH, weight_VpH, scoring, ctx.backend, rows, of_rows, grad_weight_VpH, products)
-        del hidden_RH
+        grad_hidden_RH = _add_gradients(scoring, ctx.backend, student, teacher, rows, of_rows, grad_weight_VpH)
+        del student, teacher
         grad_hidden = scoring.to_tokens(grad_hidden_RH)
         if ctx.gather_group is not None and grad_hidden.numel():
             grad_hidden = _reduce_scatter(grad_hidden, ctx.gather_group)
@@ -166,21 +172,6 @@ class _FusedLinear(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
         return grad_hidden, grad_weight, None, None, None, None, None
-
-
-class _Products:
-    """Computes a teacher's logits a chunk at a time, into one buffer."""
-
-    def __init__(self, hidden_TG: Tensor, weight_VpG: Tensor, scoring: Scoring, gather_group: ProcessGroup | None) -> None:
-        self.hidden_RG, self.weight_VpG = _rows(hidden_TG, scoring, gather_group), weight_VpG
-        self.buffer: Tensor | None = None
-
-    def of(self, index: slice, like_cVp: Tensor) -> Tensor:
-        if self.buffer is None:
-            self.buffer = torch.empty_like(like_cVp)
-        out_cVp = self.buffer[: len(like_cVp)]
-        _multiply(self.hidden_RG[index], self.weight_VpG, out_cVp)
-        return out_cVp
 
 
 def _scores_of(ctx: Any, scoring: Scoring, stats_pRK: Tensor, mixture_R2: Tensor, *saved: Tensor | None) -> _Outputs:
@@ -195,20 +186,19 @@ def _scores_of(ctx: Any, scoring: Scoring, stats_pRK: Tensor, mixture_R2: Tensor
 
 
 def _add_gradients(
-    hidden_RH: Tensor,
-    weight_VpH: Tensor,
     scoring: Scoring,
     backend: Backend,
+    student: _Head,
+    teacher: _Head | None,
     rows: RowScores,
     gradients: Gradients,
     grad_weight_VpH: Tensor | None,
-    products: _Products | None,
 ) -> Tensor:
+    hidden_RH, weight_VpH = student
     grad_hidden_RH = torch.empty_like(hidden_RH)
-    for index, chunk, logits_cVp, gradient_cVp in _chunks(hidden_RH, weight_VpH, scoring, gradient=True):
-        # The logits are computed again, since this function avoids keeping them.
-        _multiply(hidden_RH[index], weight_VpH, logits_cVp)
-        logits, part = Logits(logits_cVp, None if products is None else products.of(index, logits_cVp)), itemgetter(index)
+    # The logits are computed again, since this function avoids keeping them.
+    for index, chunk, logits, gradient_cVp in _chunks(scoring, student, teacher, gradient=True):
+        part = itemgetter(index)
         backend.gradient(logits, chunk, mapped(rows, part), mapped(gradients, part), gradient_cVp)
         torch.mm(gradient_cVp, weight_VpH, out=grad_hidden_RH[index])
         if grad_weight_VpH is not None:
@@ -223,20 +213,26 @@ def _placeholder(parameter: Any) -> Tensor | None:
 
 
 def _chunks(
-    hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring, *, gradient: bool = False
-) -> Iterator[tuple[slice, Scoring, Tensor, Tensor]]:
-    """Yields buffers for a chunk's logits and their gradient, in the factors' dtype: the same if the dtypes are."""
+    scoring: Scoring, student: _Head, teacher: _Head | None, *, gradient: bool = False
+) -> Iterator[tuple[slice, Scoring, Logits, Tensor]]:
+    """Yields a chunk's logits, and a buffer for their gradient in the factors' dtype: the same if the dtypes are."""
+    hidden_RH, weight_VpH = student
     width, dtype = weight_VpH.shape[0], torch.promote_types(hidden_RH.dtype, torch.float32)
     apart = gradient and dtype != hidden_RH.dtype
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
-    logits = dtype.itemsize * (1 if scoring.divergence is None else 2)
-    size = max(16, budget // (width * (logits + (hidden_RH.dtype.itemsize if apart else 0))))
+    logits_bytes = dtype.itemsize * (1 if scoring.divergence is None else 2)
+    size = max(16, budget // (width * (logits_bytes + (hidden_RH.dtype.itemsize if apart else 0))))
     buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width, dtype=dtype)
     gradients = torch.empty_like(buffer, dtype=hidden_RH.dtype) if apart else buffer
+    for_teacher = None if teacher is None else torch.empty_like(buffer)
     for start in range(0, hidden_RH.shape[0], size):
         index = slice(start, min(start + size, hidden_RH.shape[0]))
         chunk = scoring.chunk(index)
-        yield index, chunk, buffer[: chunk.tokens], gradients[: chunk.tokens]
+        logits = mapped(Logits(buffer, for_teacher), itemgetter(slice(chunk.tokens)))
+        _multiply(hidden_RH[index], weight_VpH, logits.student)
+        if teacher is not None and logits.teacher is not None:
+            _multiply(teacher[0][index], teacher[1], logits.teacher)
+        yield index, chunk, logits, gradients[: chunk.tokens]
 
 
 def _multiply(hidden_cH: Tensor, weight_VpH: Tensor, out_cVp: Tensor) -> None:
@@ -320,7 +316,7 @@ def logprob_and_entropy(
         raise ValueError(
             f"logits_TVp is {logits_TVp.dtype} {tuple(logits_TVp.shape)}; give floating-point [tokens, columns of this shard]"
         )
-    teacher_TVp = teacher.logits_TVp if isinstance(teacher, TeacherLogits) else None
+    teacher_TVp = None if teacher is None or isinstance(teacher, TeacherTopK) else teacher.logits_TVp
     if teacher_TVp is not None and (teacher_TVp.shape, teacher_TVp.dtype) != (logits_TVp.shape, logits_TVp.dtype):
         raise ValueError(
             f"the teacher's logits_TVp is {teacher_TVp.dtype} {tuple(teacher_TVp.shape)}; give the student's dtype and shape, "
@@ -367,9 +363,16 @@ class _LogprobAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *of_scores_T: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        _: Tensor | None,
+        grad_divergence_T: Tensor | None,
+        *__: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         logits_TVp, teacher_TVp, *saved = ctx.saved_tensors
-        gradients = Gradients(of_scores_T[0], of_scores_T[1], of_scores_T[3])
+        gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
         if all(gradient is None for gradient in gradients):
             return (None,) * 5
         # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
