@@ -13,6 +13,7 @@ from tepo_megatron.core.objective.ratio import sequence_sum
 from tepo_megatron.core.objective.values import check_custom
 from tepo_megatron.core.types import Batch
 
+_Kind = Literal["group", "no_std", "leave_one_out", "divide_by_mean"]
 _Std = Literal["sample", "population"]
 
 
@@ -49,13 +50,7 @@ def advantages(choice: Advantage, batch: Batch) -> Tensor:
     return (centred_S / (_deviation(centred_S, count_S, "sample") + choice.eps)).to(dtype)
 
 
-def _within_groups(
-    rewards_S: Tensor,
-    groups_S: Tensor,
-    kind: Literal["group", "no_std", "leave_one_out", "divide_by_mean"],
-    std: _Std = "sample",
-    eps: float = 0.0,
-) -> Tensor:
+def _within_groups(rewards_S: Tensor, groups_S: Tensor, kind: _Kind, std: _Std = "sample", eps: float = 0.0) -> Tensor:
     """Returns fp64 [S]; exactly 0 for groups of equal rewards.
 
     ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` R − mean; ``leave_one_out`` R minus the others' mean;

@@ -230,9 +230,9 @@ class Objective:
         names = ("logprob", "entropy", "entropy_slope", "divergence")
         _check_token_values({f"scores.{name}": getattr(scores, name) for name in names}, batch, scores.checks)
         values = self.token_values(scores, batch, context)
-        ratio_T, held = bounded_ratio(self.config, values, context.clip_range)
+        held = bounded_ratio(self.config, values, context.clip_range)
         chosen_T, detached_T, penalty_T = context.mechanisms.apply(values)
-        gain = surrogate(self.config, ratio_T, values, detached_T, held, context.clip_range)
+        gain = surrogate(self.config, held, values, detached_T)
         weight_T = None
         gain_T = gain.value_T
         if self.config.mismatch is not None:
@@ -243,9 +243,9 @@ class Objective:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T
         token_weight_T = _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T)
         numerator = -(token_weight_T * objective_T).sum()
-        metrics, extrema = _measure(values, context.effective_samples, ratio_T, gain, weight_T, chosen_T)
+        metrics, extrema = _measure(values, context.effective_samples, held.ratio_T, gain, weight_T, chosen_T)
         metrics |= _measure_clip(self.config, context, values, gain) | _measure_teacher(scores, batch, values)
-        recorded = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": chosen_T}
+        recorded = {"logprob_update": values.logprob_T.detach(), "ratio": held.ratio_T.detach(), "masked": chosen_T}
         recorded["advantage"] = values.advantage_T
         if (divergence_T := _from_teacher(values)) is not None:
             recorded["divergence"] = divergence_T

@@ -49,19 +49,21 @@ def _binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
 
 
 class Bounded(NamedTuple):
-    """The log-ratio, and where its own bound removed the gradient.
+    """The ratio, its logarithm, and where its own bound removed the gradient.
 
     For a clip by length: log₂ of the tokens that it goes by, and the two bounds in units of c.
     """
 
+    ratio_T: Tensor
     log_T: Tensor
     low_T: Tensor
     high_T: Tensor
     log2_length_T: Tensor | None = None
     units: tuple[Tensor, Tensor] | None = None
+    clip_range: ClipRange | None = None
 
 
-def bounded_ratio(config: ObjectiveConfig, values: TokenValues, clip_range: ClipRange | None = None) -> tuple[Tensor, Bounded]:
+def bounded_ratio(config: ObjectiveConfig, values: TokenValues, clip_range: ClipRange | None) -> Bounded:
     """``clip_range``: of `next_clip_range`."""
     region, advantage_T = config.trust_region, values.advantage_T
     delta_T = values.delta_T
@@ -80,12 +82,12 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues, clip_range: Clip
         most_T = region.width * values.lengths_S[values.index_T].sqrt()
         low_T, high_T = log_T < -most_T, log_T > most_T
         log_T = log_T.clamp(-most_T, most_T)
-    bounded = Bounded(log_T, low_T, high_T)
+    bounded = Bounded(log_T.clamp(max=LARGEST).exp(), log_T, low_T, high_T, clip_range=clip_range)
     if isinstance(region, Clip) and region.scale == "length":
         factor_T = length_factor(config.ratio, values)
         log2_T = 2 * factor_T.double().log2().abs()
         bounded = bounded._replace(log2_length_T=log2_T, units=_bound_units(factor_T, log2_T, clip_range))
-    return log_T.clamp(max=LARGEST).exp(), bounded
+    return bounded
 
 
 def _bound_units(factor_T: Tensor, log2_T: Tensor, clip_range: ClipRange | None) -> tuple[Tensor, Tensor]:
@@ -96,16 +98,9 @@ def _bound_units(factor_T: Tensor, log2_T: Tensor, clip_range: ClipRange | None)
     return factor_T * low_T, factor_T * high_T
 
 
-def surrogate(
-    config: ObjectiveConfig,
-    ratio_T: Tensor,
-    values: TokenValues,
-    detached_T: Tensor | None,
-    bounded: Bounded,
-    clip_range: ClipRange | None = None,
-) -> Surrogate:
-    """``detached_T``: tokens that lose only their gradient. ``clip_range``: of `next_clip_range`."""
-    region = config.trust_region
+def surrogate(config: ObjectiveConfig, bounded: Bounded, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
+    """``detached_T``: tokens that lose only their gradient."""
+    region, ratio_T = config.trust_region, bounded.ratio_T
     if isinstance(region, OwnTrustRegion):
         return _custom_surrogate(region, ratio_T, values, detached_T)
     logprob_T, advantage_T = values.logprob_T, values.advantage_T
@@ -131,7 +126,7 @@ def surrogate(
     if region.kind == "clip_cov":
         return _clipped(ratio_T, advantage_T, 1 - region.low, 1 + region.high)
     if region.kind == "clip":
-        low, high = region.bounds(clip_range)
+        low, high = region.bounds(bounded.clip_range)
         if region.scale == "fixed":
             return _clipped(ratio_T, advantage_T, 1 - low, 1 + high, region.dual)
         assert bounded.units is not None
