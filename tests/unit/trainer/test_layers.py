@@ -21,7 +21,6 @@ from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 from torch import Tensor
@@ -231,7 +230,7 @@ def test_attention_and_its_gradients_match_the_dense_oracle(lengths: list[int], 
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-    attention = PackedDotProductAttention(config, 1, AttnMaskType.causal, "self")
+    attention = PackedDotProductAttention(config)
     out = attention(*single, None, packed_seq_params=packed)
     expected = block_causal(exact[0], exact[1], exact[2], lengths)
 

@@ -16,7 +16,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,29 +24,14 @@ from tepo_megatron.trainer.megatron.parallel.positions import local_positions, r
 
 
 class PackedDotProductAttention(torch.nn.Module):
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection | None = None, **_: object) -> None:
         super().__init__()
         self.softmax_scale = config.softmax_scale
         self.cp = config.context_parallel_size
         self.cp_group = pg_collection.cp if pg_collection is not None and self.cp > 1 else None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedSeqParams,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSeqParams, **__: object
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d]."""
         lengths = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
