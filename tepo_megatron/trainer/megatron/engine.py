@@ -208,14 +208,7 @@ class Engine:
         return at_one.score(self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        result = update(
-            self.forward,
-            self.policy,
-            self.objective,
-            batch,
-            entropy_noise=self.counters.entropy_noise,
-            clip_range=self.counters.clip_range,
-        )
+        result = update(self.forward, self.policy, self.objective, batch, self.counters)
         if result.moves is not None:
             self._moves.append(result.moves)
         if last:

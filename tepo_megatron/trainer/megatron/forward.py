@@ -30,6 +30,7 @@ from tepo_megatron.trainer.megatron.parallel.partition import attention_length, 
 from tepo_megatron.trainer.megatron.parallel.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 
+MicroBatches = Sequence[Sequence[int]]  # this rank's: indices of sequences of the batch
 _LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]  # (scalar to differentiate, values)
 
 
@@ -87,13 +88,7 @@ class Forward:
         return parts[self.ranks.dp_rank]
 
     def run(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        batch: Batch,
-        micro_batches: Sequence[Sequence[int]],
-        loss: _LossFunction,
-        *,
-        train: bool,
+        self, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: MicroBatches, loss: _LossFunction, *, train: bool
     ) -> list[dict[str, Any]]:
         """Every rank calls. Returns ``loss``'s values of each micro-batch, on the last pipeline stage.
 
@@ -113,7 +108,7 @@ class Forward:
         compares = train and self.divergence is not None
         masks = [share.masks(max(1, len(self.teacher_heads)) if compares else 1) for share in shares]
         counts = torch.stack([torch.stack([mask_t.sum() for mask_t in of_share]) for of_share in masks]).tolist()
-        states = batch.teacher_states if compares and batch.teacher_states is not None else [()] * len(shares)
+        states = batch.teacher_states if compares else None
         parts = [_Part(*part) for part in zip(shares, masks, counts, states or [()] * len(shares), strict=True)]
         with self.platform.megatron():
             results: list[dict[str, Any]] = get_forward_backward_func()(
@@ -214,7 +209,7 @@ class Forward:
         return self.score_parts(chunks, batch, self.micro_batches(batch))[0]
 
     def score_parts(
-        self, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: Sequence[Sequence[int]]
+        self, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: MicroBatches
     ) -> tuple[TokenScores, list[Tensor]]:
         """As ``score``, with the outputs of ``keeps_outputs``."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.terms import Distill
 from tepo_megatron.core.types import Batch, Divergence
-from tepo_megatron.trainer.megatron.forward import Forward
+from tepo_megatron.trainer.megatron.forward import Forward, MicroBatches
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.model import Layers, fused_head
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder
@@ -63,7 +63,7 @@ class _Teacher:
                 drop_fp8_copies(chunk)
             torch.cuda.empty_cache()
 
-    def score(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+    def score(self, batch: Batch, micro_batches: MicroBatches) -> tuple[Tensor, list[Tensor]]:
         """Returns log-probs of the labels, [T], and of each micro-batch the last stage's hidden states. Every rank calls."""
         self.layers.onload()
         try:
@@ -97,7 +97,7 @@ class Teachers:
     def chunks(self) -> Iterator[GPTModel]:
         return (chunk for teacher in self.by_name.values() for chunk in teacher.chunks)
 
-    def score(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Batch:
+    def score(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
         """Adds ``teacher_logprobs_T`` and, for ``distill.of = all``, ``teacher_states``. Every rank calls."""
         logprobs_T = (
             torch.zeros_like(batch.sampler_logprobs_T) if batch.teacher_logprobs_T is None else batch.teacher_logprobs_T

@@ -17,10 +17,11 @@ from torch import Tensor
 from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
-from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward
+from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward, MicroBatches
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.policy import Policy
+from tepo_megatron.trainer.megatron.policy.checkpoints import Counters
 from tepo_megatron.trainer.protocol import UpdateResult
 
 
@@ -34,19 +35,11 @@ class StepObjective(Protocol):
     def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
 
 
-def update(
-    forward: Forward,
-    policy: Policy,
-    objective: StepObjective,
-    batch: Batch,
-    *,
-    entropy_noise: float = 0.0,
-    clip_range: ClipRange | None = None,
-) -> UpdateResult:
+def update(forward: Forward, policy: Policy, objective: StepObjective, batch: Batch, counters: Counters) -> UpdateResult:
     """Every rank calls. If any loss, gradient or norm is not finite, no rank steps."""
     optimizer = policy.optimizer
     try:
-        context = objective.prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
+        context = objective.prepare(batch, entropy_noise=counters.entropy_noise, clip_range=counters.clip_range)
     except NotFiniteError as error:  # every rank has the whole mini-batch, so all raise
         return UpdateResult(math.nan, math.nan, optimizer.param_groups[0]["lr"], {}, {}, skipped=str(error))
 
@@ -188,7 +181,7 @@ def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
 
 
 def _gather_recorded(
-    forward: Forward, batch: Batch, micro_batches: Sequence[Sequence[int]], results: Sequence[Mapping[str, Any]]
+    forward: Forward, batch: Batch, micro_batches: MicroBatches, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
     if batch.recorded_S is None:
         return {}

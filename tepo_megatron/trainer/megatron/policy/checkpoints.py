@@ -35,6 +35,8 @@ from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 
 _CPU = torch.device("cpu")
 
+_Boxes = Iterable[tuple[str, Tensor]]  # by `box_key`
+
 
 def _shards_to_save(sources: GatherPlan, split: MegatronParallel, rank: int, policy: Policy) -> list[Shard]:
     if not OptimizerStates(policy.optimizer).distributed:
@@ -78,19 +80,12 @@ class _Saving:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        step: int,
-        state: dict[str, Any],
-        boxes: Iterable[tuple[str, Tensor]],
-        group: dist.ProcessGroup | None,
-        background: bool,
+        self, out: Path, *, step: int, state: dict[str, Any], boxes: _Boxes, group: dist.ProcessGroup | None, background: bool
     ) -> None:
         began = time.monotonic()
         self.step = step
-        self._out, self._state, self._group = folder / checkpoint_name(step), state, group
-        self._partial = partial_path(self._out)
+        self._out, self._state, self._group = out, state, group
+        self._partial = partial_path(out)
         self._needed = 0
         self._on_root(lambda: _make_empty(self._partial))
         self._boxes = boxes
@@ -188,7 +183,7 @@ def _make_empty(partial: Path) -> None:
 
 
 @dataclass
-class _Counters:
+class Counters:
     updates: int = 0  # without skipped steps
     updates_skipped: int = 0
 
@@ -199,7 +194,7 @@ class _Counters:
 
 class MegatronCheckpoints:
     def __init__(self, weights: PolicyWeights, *, group: dist.ProcessGroup | None, about: Mapping[str, Any]) -> None:
-        self._policy, self._weights, self.counters = weights.policy, weights, _Counters()
+        self._policy, self._weights, self.counters = weights.policy, weights, Counters()
         self._group, self._about = group, about
         self._saving: _Saving | None = None
         self.bytes_read = 0
@@ -208,14 +203,8 @@ class MegatronCheckpoints:
         self.finish()
         self._weights.heartbeat.phase("save")
         digest = self._weights.version(step).digest
-        self._saving = _Saving(
-            folder,
-            step=step,
-            state={**asdict(self.counters), "weights_digest": digest, **self._about, **state},
-            boxes=self._boxes(),
-            group=self._group,
-            background=background,
-        )
+        out, state = folder / checkpoint_name(step), {**asdict(self.counters), "weights_digest": digest, **self._about, **state}
+        self._saving = _Saving(out, step=step, state=state, boxes=self._boxes(), group=self._group, background=background)
 
     def _boxes(self) -> Iterator[tuple[str, Tensor]]:
         policy, sources, rank = self._policy, self._weights.trained_sources, dist.get_rank()
