@@ -117,13 +117,7 @@ def _recompute_options(engine: EngineConfig) -> dict[str, Any]:
 
 @torch.no_grad()  # or else Transformer Engine keeps the random weights of FP8 parameters, to make masters of
 def build_model(
-    spec: ModelSpec,
-    config: TransformerConfig,
-    ranks: Ranks,
-    layers: Layers,
-    chunk: int = 0,
-    *,
-    head: Literal["logits", "fused"] = "logits",
+    spec: ModelSpec, config: TransformerConfig, ranks: Ranks, layers: Layers, chunk: int = 0, *, fused: bool = False
 ) -> GPTModel:
     """Loads no weights. Every rank calls for its chunks in order: tied embeddings are exchanged."""
     vp_stage = chunk if ranks.vpp > 1 else None
@@ -143,7 +137,7 @@ def build_model(
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         parallel_output=True,
     )
-    if head == "fused" and model.post_process:
+    if fused and model.post_process:
         model.output_layer = _FusedHead(model.output_layer)
     for module in model.modules():
         if isinstance(module, TopKRouter) and not module.weight.is_meta:  # Megatron makes it in host memory
@@ -290,9 +284,7 @@ class _Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are 
         return linear(input.float(), self.weight.float())
 
 
-def _layer_spec(
-    config: TransformerConfig, layers: Layers, vp_stage: int | None = None
-) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, layers: Layers, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     sparse = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
     if layers.kind == "te" and len(set(sparse)) > 1:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

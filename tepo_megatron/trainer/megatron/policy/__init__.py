@@ -146,8 +146,8 @@ class PolicyBuilder:
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
         fuses = config.model.lora is None  # neither frozen nor merged weights have a buffer for their gradients
         megatron.gradient_accumulation_fusion &= fuses
-        head, numbers = config.engine.head, range(self.ranks.vpp)
-        chunks = [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
+        fused, numbers = config.engine.head == "fused", range(self.ranks.vpp)
+        chunks = [build_model(self.spec, megatron, self.ranks, self.layers, number, fused=fused) for number in numbers]
         for module in (module for chunk in chunks for module in chunk.modules()):
             if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's, which does not need apex for it
                 module.fuse_wgrad_accumulation = fuses
