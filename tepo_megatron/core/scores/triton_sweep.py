@@ -26,17 +26,7 @@ _WARPS_PER_PROCESSOR = 64
 class _Grid(NamedTuple):
     parts: int  # programs that share a row
     span: int  # columns of a part, a multiple of a tile's
-    threads: int
-    vector: int
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {
-            "VECTORS": _ELEMENTS // self.vector,
-            "THREADS": self.threads,
-            "VECTOR": self.vector,
-            "num_warps": max(1, self.threads // 32),
-        }
+    constants: dict[str, int]
 
 
 def statistics(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
@@ -161,7 +151,9 @@ def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
     tile = threads * _ELEMENTS
     tiles = max(1, -(-columns // tile))
     per_part = -(-tiles // min(max(1, programs // rows), tiles))
-    return _Grid(-(-tiles // per_part), per_part * tile, threads, _VECTOR_BYTES // logits_TVp.element_size())
+    vector = _VECTOR_BYTES // logits_TVp.element_size()
+    constants = {"VECTORS": _ELEMENTS // vector, "THREADS": threads, "VECTOR": vector, "num_warps": max(1, threads // 32)}
+    return _Grid(-(-tiles // per_part), per_part * tile, constants)
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
