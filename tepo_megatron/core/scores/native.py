@@ -7,7 +7,6 @@ import fcntl
 import functools
 import hashlib
 import itertools
-import math
 import os
 import platform
 import subprocess
@@ -20,9 +19,8 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import torch_sweep as sweep
-from tepo_megatron.core.scores.shard import EMPTY_MAX, Gradients, Logits, RowScores, Scoring, mapped
+from tepo_megatron.core.scores.shard import EMPTY_MAX, LOG2_E, Gradients, Logits, RowScores, Scoring, mapped
 
-_LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # No -ffast-math: it would allow the compiler to assume that there is no NaN, and `combine` looks for one.
 _FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
@@ -33,26 +31,24 @@ _ROWS = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT)
 _FORWARD = (*_ROWS, _FLOAT, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE)
 _MIXTURE = (*_ROWS, _POINTER, _SIZE, _FLOAT, *(_POINTER,) * 5)
 _BACKWARD = (*_ROWS, *(_POINTER,) * 6, _SIZE, _SIZE, _POINTER, _SIZE, *(_POINTER,) * 4)
-_KINDS = {"forward_kl": 1, "reverse_kl": 2, "jsd": 3}
 
 
 def forward(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
     if logits.student.dtype not in _NAMES:
         return sweep.forward(logits, scoring, stats_RK)
     logits_TV, teacher_TV = mapped(logits, _in_rows)
-    kind = 0 if scoring.divergence is None else _KINDS[scoring.divergence.kind]
 
     def rest(index: slice) -> tuple[float | None, ...]:
         out_RK = stats_RK[index]
         teacher = _place(teacher_TV, scoring.rows_R, index)
-        return EMPTY_MAX, out_RK.data_ptr(), out_RK.shape[1], *teacher, scoring.entropy_slope, kind
+        return EMPTY_MAX, out_RK.data_ptr(), out_RK.shape[1], *teacher, scoring.entropy_slope, scoring.kind
 
     _call(f"forward_{_NAMES[logits_TV.dtype]}", _FORWARD, logits_TV, scoring, rest)
-    stats_RK[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
+    stats_RK[:, 2] /= LOG2_E  # the C++ has t in units of log 2
     if scoring.entropy_slope:
-        stats_RK[:, 5] /= _LOG2_E
-    if kind:
-        stats_RK[:, -1] /= _LOG2_E
+        stats_RK[:, 5] /= LOG2_E
+    if scoring.kind:
+        stats_RK[:, -1] /= LOG2_E
 
 
 def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor) -> None:
@@ -62,13 +58,13 @@ def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor
     assert scores.teacher_max_R is not None
     assert scores.teacher_log_sum_R is not None
     (logits_TV, teacher_TV), beta = mapped(logits, _in_rows), scoring.divergence.beta
-    rows = [scores.max_R, scores.log_sum_R * _LOG2_E, scores.teacher_max_R, scores.teacher_log_sum_R * _LOG2_E, sums_R2]
+    rows = [scores.max_R, scores.log_sum_R * LOG2_E, scores.teacher_max_R, scores.teacher_log_sum_R * LOG2_E, sums_R2]
 
     def rest(index: slice) -> tuple[float | None, ...]:
         return *_place(teacher_TV, scoring.rows_R, index), beta, *(values_R[index].data_ptr() for values_R in rows)
 
     _call(f"mixture_{_NAMES[logits_TV.dtype]}", _MIXTURE, logits_TV, scoring, rest)
-    sums_R2 /= _LOG2_E
+    sums_R2 /= LOG2_E
 
 
 def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
@@ -80,13 +76,13 @@ def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gra
     scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
     constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
     at_label_R = grad_logprob_R * labels.inside_R / temperature
-    slope_R, kind, further = -grad_entropy_R * scale_R / _LOG2_E, 0, [scale_R] * 4  # the last are not read without a teacher
+    slope_R, kind, further = -grad_entropy_R * scale_R / LOG2_E, 0, [scale_R] * 4  # the last are not read without a teacher
     if gradients.divergence is None or scoring.divergence is None:
         teacher_TV = None
     elif teacher_TV is not None:
         terms = sweep.teacher_terms(scoring, scores, gradients.divergence)
         constant_R, slope_R, further = constant_R + terms[0], slope_R + terms[1], list(terms[2:])
-        kind = _KINDS[scoring.divergence.kind]
+        kind = scoring.kind
     per_row = [scores.max_R, constant_R, slope_R, labels.column_R, at_label_R]
     per_row = [values_R.contiguous() for values_R in per_row]
 
@@ -108,7 +104,7 @@ def _call(
     def part(index: slice) -> None:
         base_TV, rows = _part_of(logits_TV, scoring.rows_R, index)
         size = index.stop - index.start, logits_TV.shape[1]
-        function(base_TV.data_ptr(), base_TV.stride(0), rows, *size, _LOG2_E / scoring.temperature, *rest(index))
+        function(base_TV.data_ptr(), base_TV.stride(0), rows, *size, LOG2_E / scoring.temperature, *rest(index))
 
     threads = min(torch.get_num_threads(), max(scoring.count, 1))
     cuts = [scoring.count * number // threads for number in range(threads + 1)]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_KINDS = {"forward_kl": 1, "reverse_kl": 2, "jsd": 3}
+
 _Tensors = TypeVar("_Tensors", bound=NamedTuple)
 
 
@@ -155,6 +157,11 @@ class Scoring:
         return replace(self, top=None)
 
     @property
+    def kind(self) -> int:
+        """As compiled sweeps number divergences; 0 without."""
+        return 0 if self.divergence is None else _KINDS[self.divergence.kind]
+
+    @property
     def has_mixture(self) -> bool:
         return self.divergence is not None and self.divergence.kind == "jsd"
 
@@ -272,6 +279,7 @@ def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
+LOG2_E = math.log2(math.e)  # sweeps compute exp2: t is in units of log 2 there
 EMPTY_MAX = -1e30  # of a shard without a finite logit; finite, since −inf · 0 is NaN
 TEACHER_STATISTICS = 6
 

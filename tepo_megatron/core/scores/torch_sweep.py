@@ -5,7 +5,6 @@ T rows, R scored ones, c rows of a chunk, V ≥ 1 columns without padding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -13,9 +12,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.scores.shard import EMPTY_MAX, TEACHER_STATISTICS, Gradients, Logits, RowScores, Scoring, mapped
+from tepo_megatron.core.scores.shard import EMPTY_MAX, LOG2_E, TEACHER_STATISTICS, Gradients, Logits, RowScores, Scoring, mapped
 
-_LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4  # stands for −inf in an exponent: 0 · −inf is NaN
 
 _WORKSPACE_BYTES = {"cpu": 768 * 1024}  # fits a second-level cache together with the rows
@@ -34,14 +32,14 @@ def forward(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
         stats_RK[index, 0:1] = max_c1
         stats_RK[index, 1] = e_cV.sum(1)
         if t_cV.device.type == "cpu" and len(t_cV) <= _FEW_ROWS:
-            stats_RK[index, 2] = _inner(t_cV, e_cV) / _LOG2_E
+            stats_RK[index, 2] = _inner(t_cV, e_cV) / LOG2_E
             if scoring.entropy_slope:
-                stats_RK[index, 5] = _inner(t_cV.mul_(e_cV), e_cV) / _LOG2_E
+                stats_RK[index, 5] = _inner(t_cV.mul_(e_cV), e_cV) / LOG2_E
                 stats_RK[index, 4] = _inner(e_cV, e_cV)
             continue
-        stats_RK[index, 2] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+        stats_RK[index, 2] = t_cV.mul_(e_cV).sum(1) / LOG2_E
         if scoring.entropy_slope:
-            stats_RK[index, 5] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+            stats_RK[index, 5] = t_cV.mul_(e_cV).sum(1) / LOG2_E
             stats_RK[index, 4] = e_cV.mul_(e_cV).sum(1)
 
 
@@ -111,8 +109,8 @@ def teacher_terms(scoring: Scoring, scores: RowScores, grad_R: Tensor) -> Tensor
         other_R = scores.teacher_log_sum_R if kind == "reverse_kl" else 0.0
         constant_R, slope_R, factor_R = (
             scale_R * (other_R - scores.log_sum_R - scores.gap_R),
-            scale_R / _LOG2_E,
-            -scale_R / _LOG2_E,
+            scale_R / LOG2_E,
+            -scale_R / LOG2_E,
         )
     return torch.stack([constant_R, slope_R, factor_R, scores.teacher_max_R, (1 - beta) * p_R, beta * q_R])
 
@@ -120,7 +118,7 @@ def teacher_terms(scoring: Scoring, scores: RowScores, grad_R: Tensor) -> Tensor
 def _further(e_cV: Tensor, y_cV: Tensor, scoring: Scoring, terms_6c: Tensor) -> Tensor:
     assert scoring.divergence is not None
     factor_c1, max_c1, of_student_c1, of_teacher_c1 = terms_6c[2:].unsqueeze(-1).unbind()
-    s_cV = (y_cV.to(e_cV.dtype) - max_c1) * (_LOG2_E / scoring.temperature)
+    s_cV = (y_cV.to(e_cV.dtype) - max_c1) * (LOG2_E / scoring.temperature)
     if scoring.divergence.kind == "forward_kl":
         return factor_c1 * s_cV.exp2()
     if scoring.divergence.kind == "jsd":
@@ -140,7 +138,7 @@ def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gra
     slope_R1 = None
     if grad_entropy_R is not None:
         constant_R1 = constant_R1 - (grad_entropy_R * scale_R * (scores.entropy_R - scores.log_sum_R)).unsqueeze(1)
-        slope_R1 = (-grad_entropy_R * scale_R / _LOG2_E).unsqueeze(1)  # t is in units of log 2 below
+        slope_R1 = (-grad_entropy_R * scale_R / LOG2_E).unsqueeze(1)  # t is in units of log 2 below
     terms_6R = None if gradients.divergence is None else teacher_terms(scoring, scores, gradients.divergence)
     if terms_6R is not None:
         constant_R1 = constant_R1 + terms_6R[0].unsqueeze(1)
@@ -166,7 +164,7 @@ def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gra
 def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Tensor) -> None:
     """Writes (x − max)/temperature in units of log 2. Subtracting first keeps large offsets exact."""
     torch.sub(source_cV, max_c1, out=out_cV)
-    out_cV.mul_(_LOG2_E / temperature).clamp_(min=_FAR_BELOW)
+    out_cV.mul_(LOG2_E / temperature).clamp_(min=_FAR_BELOW)
 
 
 def _chunks(logits: Logits, rows_R: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:

@@ -1,7 +1,7 @@
 """Triton kernels for the passes over logits.
 
 A program takes a row, or a part if rows are few. A thread loads VECTOR neighbours at once (16 bytes), and merges its sums at
-the end.
+the end. KIND is `Scoring.kind`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import math
 import triton
 import triton.language as tl
 
-from tepo_megatron.core.scores.shard import EMPTY_MAX
+from tepo_megatron.core.scores.shard import EMPTY_MAX, LOG2_E
 
-_LOG2_E = tl.constexpr(math.log2(math.e))
+_LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(math.log(2.0))
 _EMPTY = tl.constexpr(EMPTY_MAX)
 _TINY = tl.constexpr(2.0**-126)  # of a mixture, whose weights round the least positive numbers to 0
 _FAR_BELOW = tl.constexpr(-1e4)
 _NO_COLUMN = tl.constexpr(2**30)
-KINDS = {"forward_kl": 1, "reverse_kl": 2, "jsd": 3}  # KIND; 0: no teacher
 
 
 @triton.jit

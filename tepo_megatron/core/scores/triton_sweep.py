@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,12 +10,11 @@ import triton
 from torch import Tensor
 
 from tepo_megatron.core.scores import triton_kernels
-from tepo_megatron.core.scores.shard import Gradients, Logits, RowScores, Scoring, mapped, merge
+from tepo_megatron.core.scores.shard import LOG2_E, Gradients, Logits, RowScores, Scoring, mapped, merge
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH, teacher_terms
 
 IS_INTERPRETED = not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
-_LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
 _ELEMENTS = 16  # per thread in a tile: two vectors in bf16; the forward pass then needs 32 registers, so all threads fit
 _WIDE = 32768  # columns from which a row gets 8 warps: every warp pays the fixed cost of a row
@@ -49,9 +47,9 @@ def statistics(logits: Logits, scoring: Scoring, stats_RK: Tensor) -> None:
             scoring.columns,
             logits_TVp.shape[1],
             grid.span,
-            _LOG2_E / scoring.temperature,
+            LOG2_E / scoring.temperature,
             STATISTICS=scoring.statistics,
-            KIND=_kind(scoring),
+            KIND=scoring.kind,
             **grid.constants,
         )
     if grid.parts > 1:
@@ -80,7 +78,7 @@ def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor
             parts_JR2,
             scoring.columns,
             grid.span,
-            _LOG2_E / scoring.temperature,
+            LOG2_E / scoring.temperature,
             scoring.divergence.beta,
             **grid.constants,
         )
@@ -89,10 +87,6 @@ def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor
 
 def _teacher(teacher_TVp: Tensor | None) -> tuple[Tensor | None, int, int]:
     return (None, 0, 0) if teacher_TVp is None else (teacher_TVp, teacher_TVp.stride(0), teacher_TVp.stride(1))
-
-
-def _kind(scoring: Scoring) -> int:
-    return 0 if scoring.divergence is None else triton_kernels.KINDS[scoring.divergence.kind]
 
 
 def gradient(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
@@ -105,7 +99,7 @@ def gradient(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gra
     grid, kind = _cut(logits_TVp, scoring.tokens, logits_TVp.shape[1]), 0
     terms_NR: Tensor | None = None
     if gradients.divergence is not None:
-        kind, terms_NR = _kind(scoring), teacher_terms(scoring, scores, scoring.of_rows(gradients.divergence))
+        kind, terms_NR = scoring.kind, teacher_terms(scoring, scores, scoring.of_rows(gradients.divergence))
     with _on_device_of(logits_TVp):
         triton_kernels.gradient_kernel[(scoring.tokens, grid.parts)](
             logits_TVp,
@@ -125,7 +119,7 @@ def gradient(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gra
             scoring.columns,
             logits_TVp.shape[1],
             grid.span,
-            _LOG2_E / scoring.temperature,
+            LOG2_E / scoring.temperature,
             1 / scoring.temperature,
             KIND=kind,
             **grid.constants,
