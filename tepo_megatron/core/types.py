@@ -282,10 +282,7 @@ def bound_for_share(counts: Tensor, share: float) -> float | None:
     counts_B = counts[0].double()
     outside = share * float(counts_B.sum())
     above_B = counts_B.flip(0).cumsum(0).flip(0)  # in this bin and those above
-    candidates = (above_B >= outside).nonzero()
-    if not outside or not len(candidates):
-        return None
-    index = int(candidates[-1])
+    index = int((above_B >= outside).nonzero()[-1]) if outside else 0
     if index == 0:
         return None
     within = (float(above_B[index]) - outside) / float(counts_B[index])

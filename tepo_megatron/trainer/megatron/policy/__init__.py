@@ -94,16 +94,12 @@ class PolicyBuilder:
     ranks: Ranks
     layouts: Sequence[ShardLayout]
 
-    @property
-    def layout(self) -> ShardLayout:
-        return self.layouts[self.ranks.rank]
-
     def policy(self) -> Policy:
         """Raises ValueError for another model's weights."""
         with self.platform.megatron():
             megatron, chunks = self._chunks()
             params = named_weights(chunks)
-            unrounded = load_weights(self.weights, self.layout, params)
+            unrounded = load_weights(self.weights, self.layouts[self.ranks.rank], params)
             config = self.config
             lora = None
             if config.model.lora is not None:
@@ -138,7 +134,7 @@ class PolicyBuilder:
     def reference(self) -> list[GPTModel]:
         with self.platform.megatron():
             _, chunks = self._chunks()
-        load_weights(self.weights, self.layout, named_weights(chunks))
+        load_weights(self.weights, self.layouts[self.ranks.rank], named_weights(chunks))
         return [chunk.requires_grad_(False) for chunk in chunks]
 
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
