@@ -134,7 +134,7 @@ class Scoring:
             inside = (column >= 0) & (column < columns) & (ids >= 0)
             return LocalLabels(torch.where(inside, column, 0), inside)
 
-        labels_R, token_R = of_rows(labels_T), of_rows(torch.arange(tokens, device=labels_T.device))
+        labels_R, token_R = of_rows(labels_T), torch.arange(tokens, device=labels_T.device) if rows_R is None else rows_R
         kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
         _check_ids(labels_R, kept_RK, token_R, vocab_size, checks)
         kept_tokens = None if kept_RK is None else local(kept_RK)
