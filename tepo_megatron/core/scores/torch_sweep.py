@@ -107,11 +107,8 @@ def teacher_terms(scoring: Scoring, scores: RowScores, grad_R: Tensor) -> Tensor
         assert scores.gap_R is not None
         scale_R = constant_R if kind == "reverse_kl" else (1 - beta) * constant_R
         other_R = scores.teacher_log_sum_R if kind == "reverse_kl" else 0.0
-        constant_R, slope_R, factor_R = (
-            scale_R * (other_R - scores.log_sum_R - scores.gap_R),
-            scale_R / LOG2_E,
-            -scale_R / LOG2_E,
-        )
+        constant_R = scale_R * (other_R - scores.log_sum_R - scores.gap_R)
+        slope_R, factor_R = scale_R / LOG2_E, -scale_R / LOG2_E
     return torch.stack([constant_R, slope_R, factor_R, scores.teacher_max_R, (1 - beta) * p_R, beta * q_R])
 
 
