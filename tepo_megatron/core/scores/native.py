@@ -70,6 +70,11 @@ def mixture(logits: Logits, scoring: Scoring, scores: RowScores, sums_R2: Tensor
 def backward(logits: Logits, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
     if logits.student.dtype not in _NAMES:
         return sweep.backward(logits, scoring, scores, gradients, out_TV)
+    if out_TV.shape[1] > 1 and out_TV.stride(1) != 1:  # a copy, since rows without a score stay as they are
+        in_rows_TV = out_TV.clone(memory_format=torch.contiguous_format)
+        backward(logits, scoring, scores, gradients, in_rows_TV)
+        out_TV.copy_(in_rows_TV)
+        return None
     logits_TV, teacher_TV = mapped(logits, _in_rows)
     temperature, labels = scoring.temperature, scoring.labels
     grad_logprob_R, grad_entropy_R = (torch.zeros_like(scores.logprob_R) if grad is None else grad for grad in gradients[:2])

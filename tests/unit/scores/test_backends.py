@@ -43,6 +43,20 @@ def test_auto_takes_it_on_a_cpu():
     assert torch.equal(auto.entropy, cpp.entropy)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
+def test_logits_in_columns_have_the_gradient_of_those_in_rows(backend, inplace):
+    logits, labels, mask = torch.randn(17, 301), torch.arange(17), torch.arange(17) % 3 > 0
+    gradients = []
+    for values in (logits, logits.t().contiguous().t()):
+        leaf = values.detach().requires_grad_()
+        scores = logprob_and_entropy(leaf * 1, labels, mask_T=mask, backend=backend, inplace_backward=inplace)
+        (scores.logprob.sum() + scores.entropy.sum()).backward()
+        gradients.append(leaf.grad)
+    assert gradients[1].stride() == (1, 17)
+    assert torch.equal(*gradients)
+
+
 def assert_refused_and_auto_is_torch(message):
     with pytest.raises(RuntimeError, match=message):
         logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
