@@ -239,7 +239,7 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         "train.save_every": every("save_steps", "train.save_every"),
         "evaluate.every": every("eval_steps", "evaluate.every"),
         "optimizer.betas": [read["adam_beta1"], read["adam_beta2"]],
-        **_machines(1, read["num_processes"], (1, 1, 1), result["rollout.server.placement"], result, left),
+        **_machines(1, read["num_processes"], (1, 1, 1), result.get("rollout.server.placement", "colocated"), result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
     }
     name = "warmup_steps" if read.get("warmup_steps") else "warmup_ratio"
@@ -357,7 +357,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
             read["cluster.num_nodes"],
             read["cluster.gpus_per_node"],
             split,  # type: ignore[arg-type]
-            result["rollout.server.placement"],
+            result.get("rollout.server.placement", "colocated"),
             result,
             left,
         ),

@@ -114,6 +114,13 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text"), [("trl", "vllm_mode: false"), ("nemo-rl", "policy: {generation: {colocated: {enabled: ''}}}")]
+)
+def test_servers_without_a_place_share_the_trainers_gpus(name: str, text: str) -> None:
+    assert convert(name, text)[0]["rollout.server.placement"] == "colocated"
+
+
+@pytest.mark.parametrize(
     ("name", "text", "field"),
     [
         ("trl", "warmup_ratio: 0.1", "optimizer.warmup_steps"),
