@@ -61,9 +61,11 @@ def _read_preset(name: str) -> Preset:
     path, where = Path(name).expanduser().absolute(), f"objective.preset = {name}"
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST_FILE)
+            data = file.read(LARGEST_FILE + 1)
     except OSError as error:
         raise ValueError(f"{where}: {path} cannot be read: {error.strerror}") from error
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"{where}: {path} is larger than {LARGEST_FILE} bytes; this is no preset")
     raw = read_yaml(path, data)
     if not isinstance(raw, Mapping) or not all(isinstance(key, str) for key in raw):
         raise ValueError(f"{where}: a preset's file has the keys of an objective section, such as 'trust_region:'")

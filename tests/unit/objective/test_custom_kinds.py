@@ -175,6 +175,7 @@ def test_a_preset_of_ones_own_is_laid_over_one_that_is_there(tmp_path):
         ("kl: [\n", "not valid YAML"),
         ("kl: {coefficient: 0.1, coefficient: 0.2}\n", "not valid YAML: duplicate key coefficient"),
         ("formula: [1]\n", "formula is a text"),
+        ("preset: grpo\n" + "# too much\n" * 100_000, "larger than 1048576 bytes; this is no preset"),
         ("kl_: {coefficient: 0.1}\n", r"objective\.kl_: unknown key .*did you mean objective\.kl"),
         ("plugins: [gone.py]\n", r"objective\.plugins: there is no file /.*/gone\.py"),
         (None, r"objective\.preset = /.*/mine\.yaml: /.*/mine\.yaml cannot be read: No such file"),
