@@ -47,7 +47,7 @@ def sum_in_fp32(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) 
     return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
 
 
-REPEATS = 20
+REPEATS, ORDERS = 40, 9
 Seen = dict[bool, list[tuple[float, ...]]]
 """Whether sums are in fp32 → losses and gradients."""
 
@@ -64,10 +64,12 @@ def losses(engine: Any) -> Seen:
     right, atomic_sums = Objective.__call__, AtomicSums(engine.ranks.rank)
 
     def measure(objective: Objective, scores: Any, batch: Any, context: Any) -> Iterator[tuple[float, ...]]:
-        output = right(objective, scores, batch, context)
         values = objective.token_values(scores, batch, context)
-        weight_T = over_sequence(values.mismatch_T, "sequence", values).exp()
-        ratio_R, sign_R = (each[values.mask_T].double() for each in (output.token_values["ratio"], values.advantage_T))
+        with atomic_sums:  # the middle one of several orders: there are others on both sides, on any processor
+            ratios = [right(objective, scores, batch, context).token_values["ratio"] for _ in range(ORDERS)]
+            weights = [over_sequence(values.mismatch_T, "sequence", values).exp() for _ in range(ORDERS)]
+        ratio_T, weight_T = (torch.stack(items).median(0).values for items in (ratios, weights))
+        ratio_R, sign_R = (items[values.mask_T].double() for items in (ratio_T, values.advantage_T))
         clip = {"low": float(1 - ratio_R[sign_R < 0].median()), "high": float(ratio_R[sign_R > 0].median() - 1)}
         config = objective.config
         region = config.trust_region.model_copy(update={"scale": "fixed", **clip})
