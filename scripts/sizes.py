@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_251,
-    "tests, lines": 44_011,
-    "docs and docstrings, words": 109_983,
-    "public classes and functions": 778,
+    "package, lines": 52_474,
+    "tests, lines": 43_843,
+    "docs and docstrings, words": 109_923,
+    "public classes and functions": 781,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
@@ -33,7 +33,7 @@ LIMITS = {
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 0.8,
     "fragments without a verb per 1 000 docstrings": 28,
-    "docstring words per line of code": 0.85,
+    "docstring words per line of code": 0.86,
     "replaced names": 50,
     "lines of documents above 100 characters": 7,
 }
