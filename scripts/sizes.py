@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_474,
-    "tests, lines": 43_843,
+    "tests, lines": 43_849,
     "docs and docstrings, words": 109_923,
     "public classes and functions": 781,
     "modules": 273,

@@ -211,6 +211,12 @@ def test_what_holds_the_servers_outlives_a_kill_but_not_its_starter(tmp_path: Pa
             os.kill(lives(count)[-1], signal.SIGKILL)
         with pytest.raises(RuntimeError, match="holds the rollout servers ended with exit code -9, too often"):
             wait(started(external_server(registry)))
+    monkeypatch.setattr(external, "_COMMAND", (str(tmp_path / "gone"),))
+    with external.servers_for_ranks(config):
+        registry = external.registry_for_ranks()
+        assert registry is not None
+        with pytest.raises(RuntimeError, match=r"holds the rollout servers cannot be started: .*No such file"):
+            wait(started(external_server(registry)))
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
