@@ -168,10 +168,9 @@ class _FusedLinear(torch.autograd.Function):
             grad_hidden = _reduce_scatter(grad_hidden, ctx.gather_group)
         elif scoring.tp_group is not None and grad_hidden.numel():
             dist.all_reduce(grad_hidden, group=scoring.tp_group)
-        grad_weight = grad_weight_VpH
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        if grad_weight_VpH is not None:
+            grad_weight_VpH = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
+        return grad_hidden, grad_weight_VpH, None, None, None, None, None
 
 
 def _scores_of(ctx: Any, scoring: Scoring, stats_pRK: Tensor, mixture_R2: Tensor, *saved: Tensor | None) -> _Outputs:
