@@ -148,9 +148,10 @@ def _benchmarks_command(as_json: AsJson = False) -> None:
         shown = ("title", "repository", "revision", "file", "sha256", "problems")
         print_json({name: {field: getattr(item, field) for field in shown} for name, item in BENCHMARKS.items()})
         return
-    digests = {name: "known" if item.sha256 else "recorded at first" for name, item in BENCHMARKS.items()}
-    sources = {name: f"{item.repository} {item.file}" for name, item in BENCHMARKS.items()}
-    rows = [(name, item.title, str(item.problems), sources[name], digests[name]) for name, item in BENCHMARKS.items()]
+    rows = []
+    for name, item in BENCHMARKS.items():
+        known = "known" if item.sha256 else "recorded at first"
+        rows.append((name, item.title, str(item.problems), f"{item.repository} {item.file}", known))
     show_table(("name", "benchmark", "problems", "from", "digest"), rows)
 
 
