@@ -21,7 +21,7 @@ from tepo_megatron.runtime.proc import STOPPED, Process
 INTERVAL_S = 2.0
 
 _STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its stacks into ``stacks_path``; SIGUSR1 is Slurm's."""
+"""Makes a rank write its stacks into ``_stacks_path``; SIGUSR1 is Slurm's."""
 
 
 @dataclass
