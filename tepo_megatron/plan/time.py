@@ -274,7 +274,7 @@ class StepTime:
         scores = (2 if config.objective.needs_reference else 1) + teachers / token
         peak = _peak_flops(config, config.dtype()) * parallel.world_size
         imbalance = _stage_imbalance(ranks)
-        bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
+        bubble = _bubble(config, tokens / config.train.minibatches)
         waits_train, waits_score = _exposed_seconds(ranks, tokens)
         waits_train *= config.train.epochs_per_batch
         waits_score *= scores
@@ -294,9 +294,9 @@ class StepTime:
             imbalance=imbalance,
             padding=padding,
             generation=_generation(config, lengths, server, prefill, responses * token),
-            score=score * (1 + score_bubble),
+            score=score * (1 + bubble),
             train=train * (1 + bubble),
-            exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
+            exposed=(waits_score + waits_train) * (1 + bubble) * (1 + padding),
             exchange=_exchange(ranks, train / config.train.updates_per_step / micro_batches),
             adam=config.train.updates_per_step * max(_adam(ranks, stage) for stage in range(parallel.pp)),
             turns=max(2 * host.turns for host in hosts) / _pcie_rate(cluster),

@@ -173,6 +173,12 @@ def test_a_second_pass_costs_the_updates_again_and_no_scores() -> None:
     assert (twice.score, twice.generation) == (once.score, once.generation)
 
 
+def test_every_minibatch_fills_the_pipeline_anew_for_scores_too() -> None:
+    four, sixteen = (plan(LLAMA, REPLAY, f"train.minibatches={count}").time for count in (4, 16))
+    assert sixteen.bubble == pytest.approx(4 * four.bubble)
+    assert sixteen.score / four.score == pytest.approx((1 + sixteen.bubble) / (1 + four.bubble))
+
+
 def test_float32_computes_at_its_own_peak() -> None:
     overrides = ("engine.parallel={tp: 1, sequence_parallel: false}", "cluster.gpu_memory_gib=1000", REPLAY)
     half, full = (plan(QWEN, *overrides, f"model.dtype={dtype}") for dtype in ("bfloat16", "float32"))
