@@ -13,6 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
@@ -138,7 +139,7 @@ class Plan:
         return self.ranks.host_problem(self.hosts, self._step_tokens)
 
     def _problems(self) -> Iterator[str]:
-        config, worst, server, usable = self.config, self.worst, self.server, self.usable_memory
+        config, worst, usable = self.config, self.worst, self.usable_memory
         if usable is not None:
             if worst.total > usable:
                 largest = max(worst.terms, key=lambda name: worst.terms[name])
@@ -156,13 +157,38 @@ class Plan:
                 )
             if problem := self._host_problem:
                 yield problem
-        if config.rollout.replay is None and server.capacity < self.lengths.longest:
-            missing, tp = self.lengths.longest * server.kv_bytes_per_token - server.kv_cache, config.rollout.server.tp
+        if config.rollout.replay is None:
+            longest = self.lengths.longest
+            yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
+            for name, teacher in config.teachers.items():
+                if teacher.local_workers:
+                    spec, served = resolve_spec(teacher.path, f"teachers.{name}.path")[0], teacher.served
+                    worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
+                    # it scores a response only if its model could write one more token
+                    yield from self._server_problems(f"teachers.{name}.server", served, spec, worker, longest + 1)
+
+    def _server_problems(
+        self, field: str, server: ServerConfig, spec: ModelSpec, memory: ServerMemory, longest: int
+    ) -> Iterator[str]:
+        """vLLM starts only with a cache for one sequence of ``max_model_len``."""
+        limit = server.max_model_len or spec.max_positions
+        if memory.capacity >= limit:
+            return
+        share = f"{field}.{'gpu_memory_utilization' if self.config.engine.wants_gpus else 'cpu_kv_cache_gib'}"
+        has = (
+            f"a vLLM worker with {field}.tp = {server.tp} has {memory.kv_cache / GIB:.1f} GiB for its KV cache after "
+            f"{(memory.weights + memory.draft) / GIB:.1f} GiB of weights"
+        )
+        if memory.capacity < longest:
+            missing = longest * memory.kv_bytes_per_token - memory.kv_cache
             yield (
-                f"a vLLM worker with rollout.server.tp = {tp} has {server.kv_cache / GIB:.1f} GiB for its KV cache after "
-                f"{(server.weights + server.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for "
-                f"one sequence of {self.lengths.longest} tokens; raise rollout.server.tp to {2 * tp}, or rollout.server."
-                "gpu_memory_utilization"
+                f"{has}, which is {missing / GIB:.1f} GiB too little for one sequence of {longest} tokens; raise {field}.tp to "
+                f"{2 * server.tp}, or {share}"
+            )
+        else:
+            yield (
+                f"{has}, which is {memory.capacity:.0f} tokens, and vLLM starts only with room for one sequence of "
+                f"{field}.max_model_len, here {limit}; set that to {longest}, or raise {field}.tp or {share}"
             )
 
     def _suggest(self, usable: float) -> str:
@@ -245,7 +271,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     config, cluster, ranks, lengths = plan.config, plan.config.cluster, plan.ranks, plan.lengths
     if plan.substitute:
         yield plan.substitute
-    if (unknown := ServerMemory.draft_spec(config)[1]) is not None:
+    if (unknown := ServerMemory.draft_spec(config.rollout.server)[1]) is not None:
         yield unknown
     if config.rollout.server.speculative is not None:
         yield "sampling takes as long as without speculative decoding: how many guesses hold is not known"

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from tepo_megatron.config import ClusterConfig, RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, HostMemory, TrainingRanks
 from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec
 from tepo_megatron.weights.adapters import adapted_tensors
@@ -36,12 +37,16 @@ class ServerMemory:
     concurrency_mean: float  # at most ``max_num_seqs`` and a server's share of a step
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-        server, b = config.rollout.server, _server_bytes(config)
+    def of(
+        cls, spec: ModelSpec, config: RunConfig, *, longest: int, mean: float, server: ServerConfig | None = None
+    ) -> ServerMemory:
+        """Of ``rollout.server``, or of another one's."""
+        server = server or config.rollout.server
+        b = ELEMENT_BYTES[server.served_dtype(config.dtype())]
         quantised = _linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
         weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
         per_token = _kv_bytes_per_token(spec, server.tp, b)
-        guesser, _ = cls.draft_spec(config)
+        guesser, _ = cls.draft_spec(server)
         draft = 0.0
         if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
             draft = b * model_parameters(guesser) / server.tp
@@ -65,9 +70,9 @@ class ServerMemory:
         )
 
     @staticmethod
-    def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
+    def draft_spec(server: ServerConfig) -> tuple[ModelSpec | None, str | None]:
         """Returns the shape, or why it is unknown. vLLM supports more models than the trainer."""
-        speculative = config.rollout.server.speculative
+        speculative = server.speculative
         if speculative is None or speculative.draft_model is None:
             return None, None
         try:

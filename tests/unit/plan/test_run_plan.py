@@ -114,6 +114,36 @@ def test_a_server_without_room_says_how_much_is_missing() -> None:
     assert float(missing[1]) == pytest.approx((weights + 3 * GIB + cache_of_one) / GIB - 0.85 * 79, abs=0.06)
 
 
+UNBOUNDED = ["rollout.server.max_model_len=null", "rollout.server.gpu_memory_utilization=0.55"]
+
+
+def test_a_cache_must_hold_the_longest_sequence_that_the_server_takes() -> None:
+    spec, config = plan(LLAMA).spec, load_run(Path(LLAMA), UNBOUNDED)
+    found = Plan.of(config, spec)
+    assert 5120 < found.server.capacity < 131_072
+    assert "max_model_len, here 131072; set that to 5120, or raise rollout.server.tp or" in found.problems[0]
+    assert Plan.of(config.with_values({"rollout.server.max_model_len": 5120}), spec).problems == ()
+
+
+def test_a_served_teacher_must_fit_its_gpus() -> None:
+    served = ["objective.preset=on_policy_distill", "rollout.server.count=2", "teachers.a.path=Llama-3.3-70B-Instruct"]
+    served += ["teachers.a.place=server"]
+
+    def problems(**server: Any) -> tuple[str, ...]:
+        config = load_run(Path(QWEN), [*served, f"teachers.a.server={json.dumps(server)}"])
+        return Plan.of(config, plan(QWEN, REPLAY).spec).problems
+
+    (problem,) = problems(tp=1)
+    assert re.search(
+        r"teachers\.a\.server\.tp = 1 .* too little for one sequence of 4097 tokens; raise teachers\.a\.server\.tp to 2",
+        problem,
+    )
+    (problem,) = problems(tp=4, gpu_memory_utilization=0.5)
+    assert "teachers.a.server.max_model_len, here 131072; set that to 4097" in problem
+    assert problems(tp=4, gpu_memory_utilization=0.5, max_model_len=4097) == ()
+    assert problems(placement="external", registry="/r") == ()  # on GPUs that are not known
+
+
 def test_a_sync_moves_every_server_s_shards_once() -> None:
     """8 servers: the model in bfloat16, and its 161 norms of 8192 once more for each further worker of the four."""
     found = plan(LLAMA).sync
