@@ -370,6 +370,13 @@ def _check_servers(config: RunConfig) -> None:
             f"rollout.server.count = {server.count} servers of tp = {server.tp} do not fit: {where} has room for {room}; lower "
             "rollout.server.count, or raise cluster.rollout_nodes"
         )
+    if cluster.rollout_nodes and server.count % cluster.rollout_nodes:
+        below = server.count - server.count % cluster.rollout_nodes
+        counts = " or ".join(str(count) for count in (below, below + cluster.rollout_nodes) if count)
+        raise ValueError(
+            f"rollout.server.count = {server.count} servers cannot be spread evenly over cluster.rollout_nodes = "
+            f"{cluster.rollout_nodes} nodes; set it to {counts}"
+        )
     beside = server.tp * server.count if server.placement == "local" and not cluster.rollout_nodes else 0
     left = cluster.gpus_per_node - min(ranks, cluster.gpus_per_node) - beside
     if config.teacher_workers > left:

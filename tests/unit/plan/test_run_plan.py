@@ -450,6 +450,8 @@ def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpu
         (run(2, {"tp": 8}), r"engine\.parallel\.tp = 8 is more than cluster\.gpus_per_node = 4"),
         (run(1, {"tp": 2}, rollout_nodes=0, tp=4), r"1 servers of tp = 4 do not fit: .*\(2 GPUs, .* room for 0; lower"),
         (run(1, {}, rollout_nodes=2, count=3, tp=3), r"3 servers of tp = 3 .*s = 2 of 4 GPUs has room for 2"),
+        (run(1, {}, rollout_nodes=2, count=3), r"3 servers cannot be spread evenly over .* = 2 nodes; set it to 2 or 4"),
+        (run(1, {}, rollout_nodes=2, count=1), r"1 servers cannot be spread evenly over .* = 2 nodes; set it to 2$"),
         (run(1, {}, rollout_nodes=2, tp=8), r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"),
         (colocated(1, 0, 3), r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"),
         (colocated(1, 1, 1), "train_nodes = 1 and rollout_nodes = 1; set them to 1 and 0"),
