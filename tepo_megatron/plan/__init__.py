@@ -249,10 +249,13 @@ def check_plan(plan: Plan) -> None:
 
 
 def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
-    longest_response = config.rollout.sampling.max_new_tokens
+    turn, environment = config.rollout.sampling.max_new_tokens, config.environment
     bound = config.rollout.server.max_model_len
-    room = max(1, (bound or spec.max_positions) - longest_response)
-    longest_prompt = config.data.max_prompt_tokens or min(_DEFAULT_PROMPT_TOKENS, room)
+    limit = min(bound or spec.max_positions, spec.max_positions)
+    longest_prompt = config.data.max_prompt_tokens or min(_DEFAULT_PROMPT_TOKENS, max(1, limit - turn))
+    longest_response = turn
+    if environment is not None:
+        longest_response = min(environment.max_tokens or environment.max_turns * turn, max(turn, limit - longest_prompt))
     longest = longest_prompt + longest_response
     prompt = longest_prompt / 2 if prompt is None else prompt
     response = longest_response / 2 if response is None else response
@@ -279,6 +282,11 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         assumed = lengths.longest - lengths.longest_response
         yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {assumed} tokens"
     yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
+    if config.environment is not None and config.environment.max_tokens is None:
+        yield (
+            f"environment.max_tokens is not set; an episode is taken to have at most {lengths.longest_response} tokens after "
+            "its prompt, those of max_turns turns, and the environment's own are not counted"
+        )
     yield f"micro-batches of {ranks.micro_batch_tokens(lengths.longest)} tokens per rank; {_USABLE:.0%} of a GPU is usable"
     top_k = config.rollout.sampling.top_k
     if config.rollout.sampling.truncates and top_k is not None:

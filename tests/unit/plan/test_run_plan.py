@@ -144,6 +144,25 @@ def test_a_served_teacher_must_fit_its_gpus() -> None:
     assert problems(placement="external", registry="/r") == ()  # on GPUs that are not known
 
 
+EPISODES = ["environment.name=guess_number", "reward.verifier=last_word", "rollout.server.max_model_len=33792"]
+
+
+def test_an_episode_is_as_long_as_a_response_of_its_tokens() -> None:
+    turn = plan(LLAMA, REPLAY, "rollout.sampling.max_new_tokens=32768", "rollout.server.max_model_len=33792")
+    episode = plan(LLAMA, REPLAY, *EPISODES, "environment.max_tokens=32768")
+    assert turn.worst == episode.worst
+    assert turn.lengths == episode.lengths
+    assert episode.problems[0].startswith("a training rank needs 126.1 GiB")
+
+
+def test_an_episode_without_a_bound_has_the_tokens_of_its_turns_or_what_the_model_takes() -> None:
+    found = plan(LLAMA, REPLAY, *EPISODES, "environment.max_turns=3")
+    assert found.lengths.longest_response == 3 * 4096
+    assert any("environment.max_tokens is not set" in text for text in found.assumptions)
+    found = plan(LLAMA, REPLAY, *EPISODES, "environment.max_turns=300")
+    assert found.lengths.longest == 33_792
+
+
 def test_a_sync_moves_every_server_s_shards_once() -> None:
     """8 servers: the model in bfloat16, and its 161 norms of 8192 once more for each further worker of the four."""
     found = plan(LLAMA).sync
