@@ -86,7 +86,7 @@ _SECTIONS: dict[str, type[Section]] = {
 
 
 class ClusterConfig(Section):
-    """For ``tepo plan`` and ``tepo launch``; ``tepo train`` ignores it."""
+    """For ``tepo plan`` and ``tepo launch``; ``tepo train`` reads its machine."""
 
     executor: ExecutorName = "slurm"
     """NeMo-Run's executor: where ``tepo launch`` runs the job."""

@@ -153,6 +153,7 @@ class Placement:
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count()))
         nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus}
         if server.placement == "external":  # wherever they run
-            nodes["rollout_nodes"] = -(-server.count // max(1, gpus // server.tp))
-        cluster = self.config.cluster.model_copy(update={**nodes, "gpu_memory_gib": memory / 2**30})
+            nodes["rollout_nodes"] = server.count
+        sizes = {"gpu_memory_gib": memory / 2**30, "host_memory_gib": machine.memory / 2**30}
+        cluster = self.config.cluster.model_copy(update={**nodes, **sizes})
         return self.config.model_copy(update={"cluster": cluster})

@@ -195,6 +195,16 @@ def test_a_run_is_refused_by_the_memory_of_the_gpus_that_are_here(gpu_of) -> Non
         Placement(given, ONE_GPU).check_memory(spec)
 
 
+def test_a_run_is_refused_by_the_memory_of_this_machine_s_host(gpu_of) -> None:
+    gpu_of(139.0)
+    run, spec = load_run(Path(H200), ["train.async_save=false"]), plan().spec
+    Placement(run, replace(ONE_GPU, memory=70 * 2**30)).check_memory(spec)
+    with pytest.raises(ValueError, match=r"1 training ranks on a node need 63 GiB of its host's memory, more than"):
+        Placement(run, replace(ONE_GPU, memory=48 * 2**30)).check_memory(spec)
+    large = load_run(Path(H200), ["train.async_save=false", "cluster.host_memory_gib=1"])  # whatever it says
+    Placement(large, replace(ONE_GPU, memory=70 * 2**30)).check_memory(spec)
+
+
 def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_of) -> None:
     """70B on a machine without a GPU may be slow; it is asked only where something would be built on a GPU."""
     gpu_of(0.001)
