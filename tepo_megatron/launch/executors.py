@@ -20,7 +20,7 @@ import yaml
 
 from tepo_megatron.config import ClusterConfig, RunConfig
 from tepo_megatron.launch.job import Job, Role
-from tepo_megatron.runtime.proc import Process
+from tepo_megatron.runtime.proc import Process, visible_gpus
 
 TITLE = "tepo"
 _SECRET = "DGXCLOUD_CLIENT_SECRET"  # noqa: S105 (a variable's name)
@@ -67,7 +67,9 @@ def _of_role(config: RunConfig, role: Role) -> dict[str, Any]:
         ranks, server = config.engine.parallel.world_size, config.rollout.server
         end = ranks + server.tp * server.count
         gpus = [*range(ranks), *range(end, end + config.teacher_workers)] if role.name == "train" else range(ranks, end)
-        result["env_vars"] = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        result["env_vars"] = {"CUDA_VISIBLE_DEVICES": visible_gpus(gpus, f"the role {role.name}")}
+    elif on_gpus and config.cluster.executor == "docker" and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        result["env_vars"] = {"CUDA_VISIBLE_DEVICES": visible}  # a container inherits none
     if config.cluster.executor == "docker":
         volumes = [*Job(config).mounts, "/tmp:/tmp"]  # noqa: S108 (roles of one machine meet in files there)
         result |= {"container_image": role.container, "volumes": volumes, "network": "host", "ipc_mode": "host"}

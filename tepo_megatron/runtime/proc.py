@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,3 +128,15 @@ def boot_id() -> str:
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
+
+
+def visible_gpus(numbers: Sequence[int], what: str) -> str:
+    """Returns another process's CUDA_VISIBLE_DEVICES. ``numbers`` count this process's GPUs. Raises ValueError for too few."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(max(numbers) + 1)))
+    if max(numbers) >= len(names):
+        raise ValueError(
+            f"{what} should run on GPU {max(numbers)}, but CUDA_VISIBLE_DEVICES = {visible} shows {len(names)}; show more, or "
+            "lower engine.parallel, rollout.server.tp or count"
+        )
+    return ",".join(names[number] for number in numbers)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
 from tepo_megatron.runtime.machine import available_cores, read_cores
-from tepo_megatron.runtime.proc import Process
+from tepo_megatron.runtime.proc import Process, visible_gpus
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.runtime.text import parse_json
@@ -257,7 +257,7 @@ class Server:
             # vLLM's own groups: a server's workers are all on this machine. Ours offer an address (GlooGroup).
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else None,
             "NCCL_SOCKET_IFNAME": self.config.interface,  # it goes between the machines, and must choose as the trainer's does
-            "CUDA_VISIBLE_DEVICES": self._visible_gpus() if on_gpu and self.gpus else None,
+            "CUDA_VISIBLE_DEVICES": visible_gpus(self.gpus, "a rollout server") if on_gpu and self.gpus else None,
         }
         if not on_gpu:
             settings |= {
@@ -278,16 +278,6 @@ class Server:
         }
         environment |= {name: value for name, value in settings.items() if value is not None}
         return environment | {name: "1" for name, is_set in switches.items() if is_set}
-
-    def _visible_gpus(self) -> str:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else list(map(str, range(max(self.gpus) + 1)))
-        if max(self.gpus) >= len(names):
-            raise ValueError(
-                f"a rollout server should run on GPU {max(self.gpus)}, but CUDA_VISIBLE_DEVICES = {visible} shows "
-                f"{len(names)}; show more, or lower rollout.server.tp or count"
-            )
-        return ",".join(names[gpu] for gpu in self.gpus)
 
     @staticmethod
     def make_all(config: ServerConfig, numbers: Sequence[int], *, key: str, **options: Unpack[SamplerOptions]) -> list[Server]:

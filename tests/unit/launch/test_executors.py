@@ -84,7 +84,10 @@ def test_all_nodes_of_a_job_end_with_the_trainers_exit_code(tmp_path: Path) -> N
     assert (tmp_path / "servers" / f"{JOB}.0" / "closed").read_text() == "75\n"
 
 
-def test_roles_of_one_machine_have_gpus_of_their_own() -> None:
+def test_roles_of_one_machine_have_gpus_of_their_own_among_those_that_this_process_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     settings = ["engine.platform=cuda", "engine.parallel.tp=4", "rollout.server.tp=2", "rollout.server.count=2"]
     for name in ("local", "docker"):
         arguments = _arguments(config_of(name, *settings), JOB)
@@ -94,8 +97,15 @@ def test_roles_of_one_machine_have_gpus_of_their_own() -> None:
         config_of("local", *settings, *teacher)
     arguments = _arguments(config_of("local", *settings, *teacher, "rollout.server.count=1"), JOB)
     assert arguments["train"]["env_vars"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,6,7"  # the teacher's after its own
-    alone = config_of("local", *settings, "cluster.rollout_nodes=0")
-    assert _arguments(alone, JOB) == {"train": {"env_vars": {}}}
+    alone = ["engine.platform=cuda", "engine.parallel.tp=4", "cluster.rollout_nodes=0"]
+    assert _arguments(config_of("local", *alone), JOB) == {"train": {"env_vars": {}}}
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,MIG-a,1,2,3,4")
+    arguments = _arguments(config_of("local", *settings, "rollout.server.count=1"), JOB)
+    assert [arguments[role]["env_vars"]["CUDA_VISIBLE_DEVICES"] for role in ("train", "serve")] == ["8,MIG-a,1,2", "3,4"]
+    assert _arguments(config_of("docker", *alone), JOB)["train"]["env_vars"]["CUDA_VISIBLE_DEVICES"] == "8,MIG-a,1,2,3,4"
+    with pytest.raises(ValueError, match=r"the role serve should run on GPU 7, but CUDA_VISIBLE_DEVICES = \S+ shows 6"):
+        _arguments(config_of("local", *settings), JOB)
 
 
 @pytest.mark.parametrize(
