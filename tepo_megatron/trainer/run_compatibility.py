@@ -86,7 +86,7 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "teachers": _teacher_digests(config),
         "config": fields,
         "verifiers": config.data.source_verifiers,
-        "versions": {name: installed_version(name) for name in _DISTRIBUTIONS},
+        "versions": {name: installed_version(name) or installed_version(f"{name}-cpu") for name in _DISTRIBUTIONS},
     }
 
 
