@@ -33,7 +33,7 @@ class RewardConfig(Section):
     """Seconds per response, or per group for group verifiers; then it fails."""
 
     memory_mb: PositiveInt = 512
-    """A verifier's memory after the import, in 10⁶ bytes, with models that it loads. Linux only."""
+    """A verifier's memory beyond that of its import (and ``__init__``), in 10⁶ bytes. Linux only."""
 
     file_mb: PositiveInt = 256
     """Largest file a verifier may write, in 10⁶ bytes."""
