@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -255,6 +255,10 @@ _WAIT_S = 10.0
 
 _EXTRA_TIME_S = 20.0
 
+_RETRY_INTERVAL_S = 10.0
+
+_REOPEN_TIMEOUT_S = 60.0
+
 
 @dataclass(eq=False)
 class _RemoteServer:
@@ -263,20 +267,20 @@ class _RemoteServer:
     session: str = ""
     episodes: set[int] = field(default_factory=set)
     owed: set[int] = field(default_factory=set)
-    outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    outbox: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
     gone: str = ""
 
 
 class RemoteEnvironments:
-    """A failed server's episodes begin again on the others. Raises ValueError for a wrong key or another environment,
-    RuntimeError if no server answers.
+    """A failed server's episodes begin again on the others; it is asked again from time to time. Raises ValueError for a wrong
+    key or another environment, RuntimeError if no server answers.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
         assert config.key_file is not None, "the configuration asks for one"
         key = read_key(config.key_file)
         self._config, self._wanted = config, _shared_settings(config, sampling)
-        self._inbox: SimpleQueue[tuple[_RemoteServer, list[EpisodeAnswer] | str]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[_RemoteServer, list[EpisodeAnswer] | str | _RemoteServer]] = SimpleQueue()
         self._home: dict[int, _RemoteServer] = {}
         self._answers: list[EpisodeAnswer] = []
         self._closed = threading.Event()
@@ -284,24 +288,31 @@ class RemoteEnvironments:
         self.notice: str | None = None
         try:
             for url in config.servers:
-                self._servers.append(self._open(url, key))
+                headers, timeout = {"Authorization": f"Bearer {key}"}, _WAIT_S + _EXTRA_TIME_S
+                http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+                self._servers.append(self._open(url, http))
         except BaseException:
             self.close()
             raise
         for server in self._servers:
-            for work in (self._hand_over, self._listen):
-                threading.Thread(target=work, args=(server,), name="environment-server", daemon=True).start()
+            self._start(server)
 
     @property
     def busy(self) -> bool:
         return bool(self._answers) or any(server.owed for server in self._servers)
 
     def call(self, episode: int, call: list[Any]) -> None:
+        # Not the client's json=, which refuses what a data file may have, such as NaN.
+        text = json.dumps([episode, call])
+        if len(text) + 2 > _MAX_REQUEST_BYTES:
+            error = f"a call of {len(text)} bytes, and an environment server takes {_MAX_REQUEST_BYTES}; shorten the problem"
+            self._answers.append(EpisodeAnswer(episode, error=error))
+            return
         server = self._home.get(episode) or self._least_busy()
         self._home[episode] = server
         server.episodes.add(episode)
         server.owed.add(episode)
-        server.outbox.put([episode, call])
+        server.outbox.put(text)
 
     def end(self, episode: int) -> None:
         self._answers = [item for item in self._answers if item.episode != episode]
@@ -309,11 +320,10 @@ class RemoteEnvironments:
         if server is not None:
             server.episodes.discard(episode)
             server.owed.discard(episode)
-            server.outbox.put([episode, END])
+            server.outbox.put(json.dumps([episode, END]))
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
-        for server, answers in _take(self._inbox, max(timeout_s, 0.001) if self.busy and not self._answers else 0.001):
-            self._take_answers(server, answers)
+        self._take_messages(max(timeout_s, 0.001) if self.busy and not self._answers else 0.001)
         result, self._answers = self._answers, []
         return result
 
@@ -327,10 +337,7 @@ class RemoteEnvironments:
             server.http.close()
         self._servers = []
 
-    def _open(self, url: str, key: str) -> _RemoteServer:
-        http = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_WAIT_S + _EXTRA_TIME_S, trust_env=False
-        )
+    def _open(self, url: str, http: httpx.Client) -> _RemoteServer:
         server = _RemoteServer(url, http)
         try:
             reply = http.post(_SESSIONS, json={"environment": self._wanted})
@@ -349,18 +356,31 @@ class RemoteEnvironments:
         except ValueError as error:
             raise RuntimeError(f"environment.servers: {url} is no environment server: {error}; correct the address") from error
 
+    def _start(self, server: _RemoteServer) -> None:
+        for work in (self._hand_over, self._listen):
+            threading.Thread(target=work, args=(server,), name="environment-server", daemon=True).start()
+
     def _least_busy(self) -> _RemoteServer:
-        alive = [server for server in self._servers if not server.gone]
-        if not alive:
-            gone = "; ".join(f"{server.url}: {server.gone}" for server in self._servers)
-            raise RuntimeError(f"no environment server is left: {gone}; start them again (tepo environment serve)")
+        start = running_time()
+        while not (alive := [server for server in self._servers if not server.gone]):
+            if running_time() - start >= _REOPEN_TIMEOUT_S:
+                gone = "; ".join(server.gone for server in self._servers)
+                raise RuntimeError(f"no environment server is left: {gone}; start them again (tepo environment serve)")
+            self._take_messages(1.0)
         return min(alive, key=lambda server: len(server.episodes))
+
+    def _take_messages(self, timeout_s: float) -> None:
+        for server, message in _take(self._inbox, timeout_s):
+            if isinstance(message, _RemoteServer):
+                self._servers[self._servers.index(server)] = message
+            else:
+                self._take_answers(server, message)
 
     def _take_answers(self, server: _RemoteServer, answers: list[EpisodeAnswer] | str) -> None:
         if isinstance(answers, str):
-            server.gone = server.gone or answers
-            lost = f"{server.url} does not answer: {answers}"
-            answers = [EpisodeAnswer(episode, lost=lost) for episode in sorted(server.episodes)]
+            server.gone = server.gone or f"{server.url} {answers}"
+            server.outbox.put(None)
+            answers = [EpisodeAnswer(episode, lost=server.gone) for episode in sorted(server.episodes)]
         for answer in answers:
             if self._home.get(answer.episode) is server:
                 server.owed.discard(answer.episode)
@@ -374,26 +394,52 @@ class RemoteEnvironments:
             calls = _take(server.outbox, None)
             if None in calls:
                 return
-            self._post(server, f"{_SESSIONS}/{server.session}/calls", calls)
+            for request in _requests(calls):
+                if not server.gone:
+                    self._post(server, "calls", request)
 
     def _listen(self, server: _RemoteServer) -> None:
-        while not self._closed.is_set():
-            answers = self._post(server, f"{_SESSIONS}/{server.session}/answers", {"wait_s": _WAIT_S})
+        while not self._closed.is_set() and not server.gone:
+            answers = self._post(server, "answers", json.dumps({"wait_s": _WAIT_S}), list)
             if answers is None:
-                return
+                break
             try:
                 self._inbox.put((server, [EpisodeAnswer.read(values) for values in answers]))
-            except (TypeError, ValueError):
-                self._inbox.put((server, f"it answered with something else: {str(answers)[:60]}"))
+            except ValueError:
+                self._inbox.put((server, f"answered with something else: {str(answers)[:60]}"))
+                break
+        while not self._closed.wait(_RETRY_INTERVAL_S):
+            try:
+                opened = self._open(server.url, server.http)
+            except (RuntimeError, ValueError) as error:
+                server.gone = str(error).removeprefix("environment.servers: ")
+            else:
+                self._inbox.put((server, opened))
+                self._start(opened)
                 return
 
-    def _post(self, server: _RemoteServer, path: str, body: Any) -> Any:
+    def _post(self, server: _RemoteServer, what: str, content: str, kind: type = object) -> Any:
         try:
-            # Not json=, which refuses what a data file may have, such as NaN.
-            reply = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-            reply.raise_for_status()
-            return parse_json(reply.content, "the answer")
-        except (httpx.HTTPError, RuntimeError, ValueError) as error:  # RuntimeError: the client was closed
-            if not self._closed.is_set():
-                self._inbox.put((server, " ".join(str(error).split()) or type(error).__name__))
-            return None
+            path, headers = f"{_SESSIONS}/{server.session}/{what}", {"Content-Type": "application/json"}
+            reply = server.http.post(path, content=content, headers=headers)
+            if reply.is_success:
+                return parse_json(reply.content, "the answer", kind)
+            failure = f"answered with status {reply.status_code}: {reply.text[:500]}"
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed
+            failure = f"does not answer: {str(error) or type(error).__name__}"
+        except ValueError as error:
+            failure = f"answered with something else: {error}"
+        if not self._closed.is_set():
+            self._inbox.put((server, " ".join(failure.split())))
+        return None
+
+
+def _requests(calls: Iterable[str]) -> Iterator[str]:
+    piece, size = list[str](), 0
+    for call in calls:
+        if piece and size + len(call) > _MAX_REQUEST_BYTES // 8:
+            yield f"[{','.join(piece)}]"
+            piece, size = [], 0
+        piece.append(call)
+        size += len(call) + 1
+    yield f"[{','.join(piece)}]"

@@ -27,7 +27,7 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, token_ids
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import Episode
-from tepo_megatron.tasks.environments.protocol import read_key
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
@@ -249,8 +249,10 @@ def serving(key: str, **changes: Any) -> Iterator[EnvironmentService]:
         assert not thread.is_alive()
 
 
-def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> None:
+def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then one of the two goes: its episodes are begun again on the other; and then the other: the run cannot go on."""
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service._RETRY_INTERVAL_S", 2 * TIMEOUT_S)  # none comes back
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service._REOPEN_TIMEOUT_S", 0.0)
     key_file = tmp_path / "keys" / "environment"
     key = read_key(key_file, write=True)
     problems = [Problem(f"{what} {at}", "", what) for at in range(3) for what in ("fine", "raises", "dies", "ends at once")]
@@ -358,6 +360,48 @@ def play_an_episode(service: EnvironmentService, key_file: Path) -> None:
         while not (answers := host.poll(1.0)):
             continue
         assert answers[0].error is answers[0].lost is None
+
+
+@contextlib.contextmanager
+def beginning_on(service: EnvironmentService, key_file: Path) -> Iterator[Any]:
+    config = EnvironmentConfig.model_validate({**GAME, "servers": [service.url], "key_file": key_file})
+    with contextlib.closing(RemoteEnvironments(config)) as host:
+
+        def begin(*metadata: str) -> dict[int, EpisodeAnswer]:
+            for episode, context in enumerate(metadata):
+                host.call(episode, ["reset", Problem("p", "", "3", {"context": context}).to_json(), 0, False])
+            answers: dict[int, EpisodeAnswer] = {}
+            while len(answers) < len(metadata):
+                answers |= {answer.episode: answer for answer in host.poll(1.0)}
+            for episode in answers:
+                host.end(episode)
+            return answers
+
+        yield begin
+
+
+def test_calls_beyond_the_longest_request_are_sent_in_pieces(
+    service: EnvironmentService, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service._MAX_REQUEST_BYTES", 2**16)
+    with beginning_on(service, key_file) as begin:
+        answers = begin(*["x" * 4000] * 40, "x" * 2**16, "x" * 60_000)
+    assert not any(answer.lost for answer in answers.values())
+    (failed,) = (answer for answer in answers.values() if answer.error is not None)
+    assert failed.episode == 40
+    assert re.fullmatch(r"a call of 65\d{3} bytes, and an environment server takes 65536; shorten the problem", failed.error)
+
+
+def test_a_server_that_failed_is_asked_again(
+    service: EnvironmentService, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service._RETRY_INTERVAL_S", 0.01)
+    with beginning_on(service, key_file) as begin:
+        for _ in range(2):
+            assert not begin("")[0].lost
+            service._sessions.clear()  # a server that was started again knows none
+            lost = begin("")[0].lost
+            assert lost == f'{service.url} answered with status 404: {{"error": "no such session"}}'
 
 
 def test_a_server_that_waits_for_calls_is_stopped_at_once(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
