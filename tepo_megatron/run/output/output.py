@@ -15,7 +15,7 @@ from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers import Ending, Loggers
 from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, token_file, token_files, value_in
-from tepo_megatron.run.output.resume import LOGGED, check_no_run, resumes, unwritable_is_a_sentence
+from tepo_megatron.run.output.resume import JOURNAL, LOGGED, check_no_run, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.run_lock import RunLock
@@ -61,7 +61,8 @@ class Output:
         if not self.resumes:
             if self._config.train.resume == "auto":
                 _put_aside(self.folder)
-            for pattern in (*LOGGED, "wandb/run.json", "mlflow/run.json"):  # of a failed start
+            journal = () if self._config.train.resume else JOURNAL  # its rewards may be those of a verifier since corrected
+            for pattern in (*LOGGED, *journal, "wandb/run.json", "mlflow/run.json"):  # of a failed start
                 for path in self.folder.glob(pattern):
                     path.unlink()
             # A resumed run writes it when the checkpoint has been accepted.

@@ -234,11 +234,14 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
 
 LOGGED = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
 
+JOURNAL = ("journal/groups/step_*", "journal/step_*")
+
 MADE_BY_A_RUN = (
     *LOGGED,
+    *JOURNAL,
     *("resolved.yaml", "resolved.*.yaml", "curves.png", "model", "adapter"),
     *("metrics.before-*.jsonl", "samples.before-*.jsonl", "train_samples.before-*.jsonl", "tokens.before-*"),
-    *("checkpoints/step_*", "rollouts/step_*", "journal/step_*", "skipped/step_*", "status/*"),
+    *("checkpoints/step_*", "rollouts/step_*", "skipped/step_*", "status/*"),
     *("logs/server-*", "logs/hang-*", "logs/wandb.log", "logs/mlflow.log", "wandb/*", "mlflow/*"),
 )
 """``--overwrite`` removes only these, not files of ``tepo launch``."""

@@ -93,6 +93,7 @@ NAMES = (
     *("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "adapter/a", "tensorboard/events.out.tfevents.1.h"),
     *("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"),
     *("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"),
+    "journal/groups/step_0000003.jsonl",
 )
 MADE = {**dict.fromkeys(NAMES, "x"), "metrics.jsonl": ROW}
 OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"}

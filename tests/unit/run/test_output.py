@@ -74,6 +74,17 @@ def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_
     output.close()
 
 
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_only_a_run_that_may_resume_finds_the_journal_of_a_start_without_a_row(resume: bool | str, tmp_path: Path) -> None:
+    names = ["step_0000000.json", "step_0000000.jsonl", "groups/step_0000004.jsonl"]
+    for name in names:
+        (tmp_path / "journal" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "journal" / name).touch()
+    output, _ = open_output(tmp_path, train={"resume": resume})
+    output.close()
+    assert [(tmp_path / "journal" / name).exists() for name in names] == [resume == "auto"] * 3
+
+
 def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
     """Forgotten beyond the checkpoint, also if they wait for room, and written at the end at the latest."""
     first, _ = open_output(tmp_path)
