@@ -16,6 +16,7 @@ from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sourc
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.config.teachers import TeacherConfig
@@ -294,14 +295,22 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
         )
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
-    mask = objective.kl_mask
-    if once and mask is not None and (mask.against == "old" or mask.falling == "measured"):
-        reason = "the KL from the policy before it is 0" if mask.against == "old" else "no entropy has fallen yet"
+    for name, reason in _idle_in_first_update(objective) if once else ():
         warnings.warn(
-            "objective.kl_mask adds nothing with train.minibatches = 1 and one pass: at a step's only update "
+            f"objective.{name} adds nothing with train.minibatches = 1 and one pass: at a step's only update "
             f"{reason}; 4 is usual",
             stacklevel=2,
         )
+
+
+def _idle_in_first_update(objective: ObjectiveConfig) -> Iterator[tuple[str, str]]:
+    for name, term in (("kl_mask", objective.kl_mask), ("kl", objective.kl), ("kl_cov", objective.kl_cov)):
+        if term is not None and term.against == "old" and term.estimator != "k1":  # at 0 only k1 has a gradient
+            yield name, "the KL from the policy before it is 0"
+        elif isinstance(term, KLMask) and term.falling == "measured":
+            yield name, "no entropy has fallen yet"
+    if objective.opsm is not None:
+        yield "opsm", "no response is less likely yet"
 
 
 def _evaluation_faults(run: RunConfig) -> Iterator[str]:

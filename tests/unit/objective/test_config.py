@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
@@ -126,6 +127,25 @@ def test_a_mask_that_has_no_second_update_is_warned_of():
         RunConfig(train={"minibatches": 2})
         RunConfig(train={"minibatches": 1}, objective={"kl_mask": {"against": "reference", "falling": "covariance"}})
         RunConfig(train={"minibatches": 1}, objective={"kl_mask": None})
+
+
+@pytest.mark.parametrize(
+    ("objective", "idle", "acts"),
+    [
+        ("{preset: grpo, kl: {against: old}}", "kl adds nothing.*: at a step's only update the KL from", "kl.estimator=k1"),
+        ("{preset: kl_cov}", "kl_cov adds nothing", "kl_cov.against=reference"),
+        ("{preset: opsm}", "opsm adds nothing.*: at a step's only update no response is less likely yet", "opsm=null"),
+        ("{kl_mask: {falling: covariance}}", "kl_mask adds nothing", "kl_mask.estimator=k1"),
+    ],
+)
+def test_a_term_that_has_no_second_update_is_warned_of(objective, idle, acts):
+    settings = [f"objective={objective}", "train.minibatches=1"]
+    with pytest.warns(UserWarning, match=rf"objective\.{idle}"):
+        load_run(None, settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_run(None, [*settings, f"objective.{acts}"])
+        load_run(None, [*settings, "train.epochs_per_batch=2"])
 
 
 ADAPTIVE = {"kind": "adaptive", "coefficient": 1.0, "target": 1.0}
