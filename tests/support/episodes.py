@@ -125,7 +125,7 @@ class Letters:
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         return [self.known.get(each, 0) for each in text]
 
-    def prompt_ids(self, text: str) -> list[int]:
+    def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
         return [1, *self.encode(text)]
 
     def decode(self, ids: Any) -> str:

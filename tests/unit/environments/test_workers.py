@@ -25,15 +25,16 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, token_ids
+from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import Episode
-from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, read_key
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult, read_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
 from tests.support.cli import invoke
-from tests.support.episodes import VOCABULARY, FakeSamples, Letters
+from tests.support.episodes import VOCABULARY, FakeHost, FakeSamples, Letters
 from tests.support.programs import TIMEOUT_S
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"
@@ -234,6 +235,45 @@ def test_the_first_episodes_do_not_decide_which_components_others_have(weights: 
             pool.note(Episode("k", 0, problem, token_ids([1]), 0, reward=reward), response)
             (result,) = pool.score([(problem, ResponseText("", [5]))])
             assert result.reward == expected, result.error
+
+
+class TwoTurns:
+    def reset(self, problem: Problem, seed: int) -> str:
+        self.turns = 0
+        return problem.answer
+
+    def step(self, action: ResponseText) -> StepResult:
+        self.turns += 1
+        return StepResult("b", float(len(action.token_ids)), self.turns == 2)
+
+
+def test_heldout_problems_are_played_and_scored_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stream plays them with the same seeds. They are none of the step's episodes."""
+    monkeypatch.setattr(EnvironmentTask, "open_host", lambda *_: FakeHost(TwoTurns, random.Random(1)))
+    problems = [Problem(f"p{count}", "a" * count, "c") for count in range(3)]
+    prompts = [Letters().prompt_ids(problem.prompt) for problem in problems]
+    asked, progress = list[Sampling](), list[tuple[int, int]]()
+
+    def sample_stream(sampling: Sampling, *, on_move: Any) -> FakeSamples:
+        asked.append(sampling)
+        return FakeSamples(random.Random(2))
+
+    with opened(GAME) as pool:
+        fleet, other = Mock(sample_stream=sample_stream), Mock(side_effect=AssertionError)
+        settings: dict[str, Any] = {"n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3}
+        generate = pool.heldout_generate(other, fleet, problems, top_k=5, on_progress=lambda *done: progress.append(done))
+        groups = generate(prompts, **settings)
+        assert (asked, progress) == ([Sampling(0.5, 7, top_k=5)], [(1, 3), (2, 3), (3, 3)])
+        pairs = [(problem, response) for problem, group in zip(problems, groups, strict=True) for response in group]
+        results = pool.score([(problem, ResponseText("", response.response_ids)) for problem, response in pairs])
+        assert [result.reward for result in results] == [response.model_tokens for _, response in pairs]
+        assert pool.take_figures([]) == {"environment/turns": 1.0, "environment/tokens": 0.0}
+        samples: Any = FakeSamples(random.Random(4))
+        with pool.stream(samples, lambda index: problems[index]) as stream:
+            for index, prompt in enumerate(prompts):
+                stream.submit(index, prompt, prompt_seed(3, index), 2)
+            played = sorted(episodes.play(stream).items())
+    assert [response.response_ids.tolist() for _, response in pairs] == [item.response_ids.tolist() for _, item in played]
 
 
 @contextlib.contextmanager
