@@ -112,7 +112,7 @@ class ServerConfig(Section):
     """Seconds for a message of a weight update; then it fails."""
 
     max_restarts: NonNegativeInt = 3
-    """Restarts in a run, over all servers; one more stops it."""
+    """Failures in a run, over all servers; one more stops it. A failed update is one."""
 
     speculative: _SpeculativeConfig | None = None
     """Speculative decoding; ``{}``: n-grams. Default: none. Not run on a GPU yet."""

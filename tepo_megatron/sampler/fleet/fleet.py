@@ -221,10 +221,11 @@ class Fleet(ServerPool, Sampler):
                     self._replaced = set()
                 self.sleep()
                 return False
+            deaths = len(gone) if self._clients else 1  # after a failed update all were ended
             self._version, self._revived = None, True
             self._close_sync()
             try:
-                self._restart(gone)
+                self._restart(gone, deaths)
                 self._connect()
             except BaseException:
                 self._end()

@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar, Unpack
 
@@ -52,7 +52,7 @@ class ServerPool:
         self._clients: list[Client] = []
         self._sync: WeightSync | None = None
         self._version: WeightsVersion | None = None
-        self._restarts = 0
+        self._deaths = 0
         self._first_cause = ""  # later ones may be consequences
         self._counts = dict(NO_SERVERS)
         self._lost: dict[int, Future[None] | None] = {}
@@ -114,12 +114,12 @@ class ServerPool:
             self.updating = False
 
     @staticmethod
-    def _for_all(servers: Sequence[T], action: Callable[[T], None]) -> None:
-        """Raises the first error without waiting for the others."""
+    def _for_all(servers: Sequence[T], action: Callable[[T], None], *, until: str = FIRST_EXCEPTION) -> None:
+        """Raises the first error, by default without waiting for the others."""
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
         try:
             requests = [pool.submit(action, server) for server in servers]
-            for request in wait(requests, return_when=FIRST_EXCEPTION).done:
+            for request in wait(requests, return_when=until).done:
                 request.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -146,7 +146,7 @@ class ServerPool:
             self._report(f"{cause}; its requests go to the other servers, and it is started again")
             client.close()
             self._close_sync()
-            started = self._replacing.submit(self._restart, [self._servers[index]])
+            started = self._replacing.submit(self._restart, [self._servers[index]], 1)
             self._lost[index] = started
             # In a thread of its own: an update has the lock while it waits for other replacements.
             back = threading.Thread(target=self._bring_back, args=(index, started), name="bring-back-server", daemon=True)
@@ -190,28 +190,29 @@ class ServerPool:
                 self._end()
                 raise
 
-    def _restart(self, servers: Sequence[Server | ExternalServer]) -> None:
+    def _restart(self, servers: Sequence[Server | ExternalServer], deaths: int) -> None:
         while servers:
             self._for_all(servers, lambda server: server.stop())
-            self._restarts += len(servers)
-            if self._restarts > self.config.max_restarts:
+            self._deaths += deaths
+            if self._deaths > self.config.max_restarts:
                 first = f" The first failure was: {self._first_cause}." if self._first_cause else ""
                 logs = "\n".join(server.log_end() for server in servers)
                 raise RuntimeError(
-                    f"rollout servers died {self._restarts} times; rollout.server.max_restarts = {self.config.max_restarts}."
+                    f"rollout servers died {self._deaths} times; rollout.server.max_restarts = {self.config.max_restarts}."
                     f"{first}\n{logs}"
                 )
             self._counts["servers/restarts"] += len(servers)
             try:
-                self._launch(servers)
+                self._launch(servers, until=ALL_COMPLETED)  # one that still loads is not restarted for another's failure
                 return
             except RuntimeError as error:
                 if self._stopped:
                     raise
                 self._remember(error)
                 servers = [server for server in servers if not server.healthy()]
+                deaths = len(servers)
 
-    def _launch(self, servers: Sequence[Server | ExternalServer]) -> None:
+    def _launch(self, servers: Sequence[Server | ExternalServer], *, until: str = FIRST_EXCEPTION) -> None:
         with self._spawning:
             if self._stopped:
                 raise RuntimeError("the rollout servers were stopped; make a new Fleet to start them again")
@@ -219,7 +220,7 @@ class ServerPool:
             for server in servers:
                 server.start(taken)
                 taken.add(server.port)
-        self._for_all(servers, lambda server: server.wait_ready())
+        self._for_all(servers, lambda server: server.wait_ready(), until=until)
 
     def _connect(self) -> None:
         self._disconnect()

@@ -327,6 +327,21 @@ def test_a_server_that_hangs_or_fails_in_an_update_counts_as_dead(
         assert fleet.weights_version == WeightsVersion(1)
 
 
+def test_a_failed_update_counts_as_one_death_although_all_servers_restart(servers: Servers, tmp_path: Path) -> None:
+    with fleet_of(servers, tmp_path, max_restarts=1) as (fleet, _):
+        sender: Any = Sender([])
+        servers[1].kills = {UPDATE}
+        with pytest.raises(ServerDied, match="weights 1 did not reach the rollout servers"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        servers[1].kills = set()
+        assert fleet.revive()
+        assert fleet.figures()["servers/restarts"] == 2
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        servers[0].alive = False
+        with pytest.raises(RuntimeError, match=r"died 2 times; rollout.server.max_restarts = 1"):
+            fleet.revive()
+
+
 def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: Servers, tmp_path: Path) -> None:
     class Waiting(Sender):
         def join_group(self) -> None:
@@ -389,3 +404,34 @@ def test_a_restart_that_fails_is_repeated_as_often_as_allowed(
             assert fleet.revive()
         assert fleet.figures()["servers/restarts"] == restarts
     server.close()
+
+
+class Loading(Broken):
+    """Is healthy once it is ready, and at its second start is not ready before another has failed."""
+
+    works = (1, 2)
+    is_ready = False
+
+    def start(self, taken: Any = ()) -> None:
+        self.is_ready = False
+        super().start(taken)
+
+    def wait_ready(self) -> None:
+        if self.starts == 2 in self.works:
+            time.sleep(0.3)
+        super().wait_ready()
+        self.is_ready = True
+
+    def healthy(self) -> bool:
+        return self.alive and self.is_ready
+
+
+def test_servers_that_load_while_the_start_of_another_fails_are_let_finish(tmp_path: Path) -> None:
+    servers = [Loading() for _ in range(3)]
+    servers[1].works = (1, 3)
+    with fleet_of(list[FaultyServer](servers), tmp_path, max_restarts=2) as (fleet, _):
+        fleet._end()
+        assert fleet.revive()
+        assert [server.starts for server in servers] == [2, 3, 2]
+    for server in servers:
+        server.close()
