@@ -53,8 +53,8 @@ class Loop:
         self.rollback = Rollback(self.config.train)
 
     def run(self) -> None:
-        """Every rank calls. Signals, and errors of sampling, rewards, checks and evaluation, are raised on all ranks once
-        unsaved steps are saved.
+        """Every rank calls. Signals, and errors of servers, sampling, rewards, checks and evaluation, are raised on all ranks
+        once unsaved steps are saved.
         """
         try:
             self.run_steps()
@@ -160,12 +160,12 @@ class Loop:
             prompt = Canary.due_prompt(self.config, engine.spec, sync=sync, has_drawn=self.has_drawn)
             logprobs = () if prompt is None else engine.prompt_logprobs(prompt)
             engine.offload()
-            if self.from_root(lambda rank0: rank0.servers.revive_or_wake(died)):
+            if self.checked(lambda rank0: rank0.servers.revive_or_wake(died)):
                 return False
             return prompt is None or not self.checked(lambda rank0: rank0.check_canary(self.step, prompt, logprobs))
 
     def onload_trainer(self) -> None:
-        if self.from_root(lambda rank0: rank0.servers.sleep()):
+        if self.checked(lambda rank0: rank0.servers.sleep()):
             self.servers_are_new = True
         self.engine.onload()
 

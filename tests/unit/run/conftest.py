@@ -93,7 +93,7 @@ class ReferenceRun:
 
     def __post_init__(self) -> None:
         self.config = resolve_dtype(self.config, gpus=0)
-        self._deaths = list(self.dies_at)
+        self.deaths = list(self.dies_at)
         self.shares_gpus = self.config.rollout.server.placement == "colocated"
         self.trainer_memory, self.sampler_awake = "everything", False
 
@@ -104,8 +104,8 @@ class ReferenceRun:
         self.calls.append(call)
         if stops:
             signal.raise_signal(signal.SIGTERM)
-        if call in self._deaths:
-            self._deaths.remove(call)
+        if call in self.deaths:
+            self.deaths.remove(call)
             raise ServerDied("the reference sampler is gone")
 
     def noted(self, *starts: str) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.runtime.preemption import StopRequested
+from tepo_megatron.sampler.fleet.external import shared_key
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.protocol import Task
 from tests.support.fake_sampling import Killed
@@ -306,6 +307,21 @@ def test_steps_before_a_failed_canary_are_saved(reference_run: Any, monkeypatch:
             run.run()
     assert run.noted("save ", "row ") == ["row 0", "row 1", "save 2"]
     assert reference_run(settings).run().noted("row ") == ["row 2", "row 3"]
+
+
+@pytest.mark.parametrize(("call", "saved"), [("weights 2", "save 2"), ("wake", "save 2"), ("sleep", "save 1")])
+def test_steps_before_servers_that_cannot_be_restarted_are_saved(
+    call: str, saved: str, reference_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kills:
+        def on_step_end(self, step: int, row: Any) -> None:
+            run.deaths += [call] * (step == 1)
+
+    monkeypatch.setattr(ReferenceSampler, "revive", lambda sampler: shared_key(Path("/dev/null/registry")))  # any sentence
+    run = reference_run({"train": {"steps": 3, "save_every": 0}, **SHARED}, callbacks=[Kills()])
+    with pytest.raises(RuntimeError, match="the key of the rollout servers cannot be written"):
+        run.run()
+    assert run.noted("save ") == [saved]
 
 
 def test_a_resumed_run_checks_its_servers_at_once_and_charges_no_step_with_its_start(reference_run: Any) -> None:
