@@ -281,7 +281,10 @@ class FleetStream:
         self._waiting.extendleft(reversed(left))
 
     def _check_servers(self) -> None:
+        updating = self.pool.updating  # asked first: the end of an update brings servers
         self._refresh()
+        if not self._lanes and not updating:  # another stream has lost the last
+            raise ServerDied("no server is left to sample")
         for lane in list(self._lanes.values()):
             if not lane.samples or self.pool.updating:
                 lane.watch.note_progress()  # nothing is outstanding

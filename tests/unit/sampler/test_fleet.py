@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
-from tepo_megatron.sampler.vllm.client import Client
+from tepo_megatron.sampler.vllm.client import Client, ServerGone
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, Sender, answer, answer_well, draw_group, fleet_of
 from tests.support.processes import eventually
@@ -121,6 +122,25 @@ def test_a_stream_asks_no_revived_server_that_has_no_weights_yet(server: FaultyS
                 stream.next(None)
             assert server.calls == [SAMPLES]
         assert len(fleet.sampling()) == 1
+
+
+def test_a_stream_that_starts_without_servers_waits_only_for_an_update(server: FaultyServer, tmp_path: Path) -> None:
+    """Another stream has lost the last server."""
+    with fleet_of([server], tmp_path) as (fleet, _):
+        server.alive = False
+        with pytest.raises(ServerDied):
+            fleet.lose(0, fleet.sampling()[0], ServerGone("gone"))
+        with fleet.sample_stream(SAMPLING) as stream:
+            stream.submit("a", (1, 5), 11)
+            with pytest.raises(ServerDied, match="no server is left to sample"):
+                stream.next(0.0)
+        assert fleet.revive()
+        with ExitStack() as stack:
+            with fleet._announced(WeightsVersion(0)):
+                stream = stack.enter_context(fleet.sample_stream(SAMPLING))
+                stream.submit("a", (1, 5), 11)
+                assert stream.next(0.0) is None
+            assert len(drawn(stream)) == 1
 
 
 def revive_and_update(fleet: Fleet) -> None:
