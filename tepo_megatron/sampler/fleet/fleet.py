@@ -63,7 +63,8 @@ class Fleet(ServerPool, Sampler):
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
     ) -> FleetStream:
         if not self._clients or (self._version is None and not self.updating):
-            raise RuntimeError(
+            had_weights = self.published > 1 and not (self._stopped or self._sleeps)  # another thread revives the servers
+            raise (ServerDied if had_weights else RuntimeError)(
                 "the servers do not have the current weights; start the fleet, and after a revive() update their weights"
             )
         return FleetStream(self, Sampling.of(sampling, self._stop_token_ids, sampling_mask=sampling_mask), on_move)

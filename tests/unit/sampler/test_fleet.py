@@ -282,6 +282,27 @@ def test_other_servers_are_paused_and_never_sleep(server: FaultyServer, sender: 
         assert served(server) == [JOIN, "/pause?mode=keep", *UPDATE, "/resume", SAMPLES]
 
 
+def test_who_samples_while_another_thread_revives_servers_learns_of_a_death(
+    server: FaultyServer, sender: Any, tmp_path: Path
+) -> None:
+    with fleet_of([server], tmp_path) as (fleet, _):
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        server.kills = {"/update_weights"}
+        with pytest.raises(ServerDied):
+            fleet.update_weights_from_shards(WeightsVersion(2), sender)
+        server.kills = set()
+        with pytest.raises(ServerDied, match="do not have the current weights"):
+            sample(fleet)
+        assert fleet.revive()
+        with pytest.raises(ServerDied, match="do not have the current weights"):
+            sample(fleet)
+        fleet.update_weights_from_shards(WeightsVersion(2), sender)
+        sample(fleet)
+    with pytest.raises(RuntimeError, match="start the fleet") as stopped:
+        sample(fleet)
+    assert not isinstance(stopped.value, ServerDied)
+
+
 @pytest.mark.parametrize("dies_at", [SLEEP, CACHE])
 def test_a_server_that_dies_while_it_changes_over_is_revived_asleep(
     dies_at: str, server: FaultyServer, fleet: Fleet, sender: Any
