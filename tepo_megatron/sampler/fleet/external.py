@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -159,7 +159,7 @@ class ExternalServer:
         self._registry, self._index, self._key = registry, index, key
         self._entry = RegistryEntry(registry, index)
         self._current: _Registration | None = None
-        self._retired = ""
+        self._retired = self._to_retire = ""
         self._is_waiting = False
 
     @property
@@ -172,33 +172,47 @@ class ExternalServer:
 
     def start(self, taken: Collection[int] = ()) -> None:
         self.stop()
-        if self._retired:
-            self._entry.retire(self._retired)
+        with suppress(OSError):  # wait_ready tries again
+            self._retire()
         self._is_waiting = True
+
+    def _retire(self) -> None:
+        if self._to_retire:
+            self._entry.retire(self._to_retire)
+            self._to_retire = ""
 
     def wait_ready(self) -> None:
         timeout_s = self.config.start_timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline, problem = time.monotonic() + timeout_s, ""
         while self._is_waiting:
-            newest = self._entry.registered()
-            is_new = newest is not None and newest.life != self._retired and not self._entry.is_retired(newest.life)
-            if newest is not None and is_new and Server.is_healthy(newest.url):
-                is_free = self._entry.claim(newest.life)
-                if is_free or (is_free is None and Server.is_usable(newest.url, self._key)):
-                    self._current, self.was_used = newest, not is_free
+            try:
+                if self._find():
                     return
-                self._retired = newest.life  # another trainer's weights are in it, or a part of this job's
-                self._entry.retire(newest.life)
-            if failures := sorted(self._registry.glob(f"{_FAILED}-*")):
-                raise RuntimeError(failures[0].read_text("utf-8", "replace"))
+            except OSError as error:
+                problem = f" At times the disk answered: {error}."
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"external rollout server {self._index} was not there within {timeout_s:g} s "
                     "(rollout.server.start_timeout_s); does 'tepo serve' run on its node, and is its registry "
-                    f"{self._registry}? {self.log_end()}"
+                    f"{self._registry}?{problem} {self.log_end()}"
                 )
             time.sleep(_POLL_INTERVAL_S)
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
+
+    def _find(self) -> bool:
+        self._retire()
+        newest = self._entry.registered()
+        is_new = newest is not None and newest.life != self._retired and not self._entry.is_retired(newest.life)
+        if newest is not None and is_new and Server.is_healthy(newest.url):
+            is_free = self._entry.claim(newest.life)
+            if is_free or (is_free is None and Server.is_usable(newest.url, self._key)):
+                self._current, self.was_used = newest, not is_free
+                return True
+            self._retired = self._to_retire = newest.life  # another trainer's weights are in it, or a part of this job's
+            self._retire()
+        if failures := sorted(self._registry.glob(f"{_FAILED}-*")):
+            raise RuntimeError(failures[0].read_text("utf-8", "replace"))
+        return False
 
     def healthy(self) -> bool:
         current = self._current
@@ -212,7 +226,8 @@ class ExternalServer:
     def stop(self) -> None:
         self._is_waiting = False
         if self._current is not None:
-            self._retired, self._current = self._current.life, None
+            self._retired = self._to_retire = self._current.life
+            self._current = None
 
     def log_end(self) -> str:
         return f"Its log is {self.log}"
@@ -246,8 +261,9 @@ def serve(
     failed.unlink(missing_ok=True)
     try:
         _serve(server, config, registry, share, model_dir=model_dir, first_gpu=first_gpu)
-    except (ValueError, RuntimeError) as error:
-        write_atomically(failed, describe(error))
+    except (ValueError, RuntimeError, OSError) as error:
+        with suppress(OSError):  # the registry's disk may be the cause
+            write_atomically(failed, describe(error))
         raise
 
 
@@ -269,7 +285,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
     entries, lives = [RegistryEntry(registry, index) for index in share], [""] * len(servers)
     restarts, gone = 0, list(range(len(servers)))
     try:
-        while not (registry / _CLOSED).exists():
+        while not _is_certain((registry / _CLOSED).exists):
             for slot in gone:
                 servers[slot].stop()
             taken = {one.port for one in servers if one.alive}
@@ -282,7 +298,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
                 entries[slot].register(servers[slot].url, lives[slot])
             time.sleep(_WATCH_INTERVAL_S)
             states = enumerate(zip(servers, entries, lives, strict=True))
-            gone = [slot for slot, (one, entry, life) in states if not one.alive or entry.is_retired(life)]
+            gone = [slot for slot, (one, entry, life) in states if not one.alive or _is_certain(entry.is_retired, life)]
             restarts += len(gone)
             if restarts > server.max_restarts * len(servers):
                 logs = "\n".join(servers[slot].log_end() for slot in gone)
@@ -290,6 +306,12 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
     finally:
         for one in servers:
             one.stop()
+
+
+def _is_certain(question: Callable[..., bool], *args: str) -> bool:
+    with suppress(OSError):  # a disk that does not answer says nothing; the caller asks again
+        return question(*args)
+    return False
 
 
 def registry_for_ranks() -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -151,6 +152,39 @@ def test_restarted_ranks_take_the_jobs_servers_again_unless_an_update_was_broken
     assert entry.is_retired("used")
 
 
+class Disk:
+    """``names``: files whose next reading or writing fails, as on a shared disk that a node loses for a moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        for name in ("read_text", "read_bytes", "exists", "open"):
+            monkeypatch.setattr(Path, name, self._failing(getattr(Path, name)))
+
+    def _failing(self, action: Any) -> Any:
+        def act(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name in self.names:
+                self.names.remove(path.name)
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return action(path, *args, **options)
+
+        return act
+
+
+def test_a_disk_that_fails_for_a_moment_ends_no_wait(
+    stand_in: external.ExternalServer, entry: external.RegistryEntry, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry.register(server.url, "first")
+    wait(started(stand_in))
+    entry.register(server.url, "second")
+    disk = Disk(monkeypatch)
+    disk.names = ["server-0.retired.partial", "server-0.json", "server-0.retired", "server-0.second.claimed"]
+    wait(started(stand_in))
+    assert (disk.names, stand_in.healthy(), entry.is_retired("first")) == ([], True, True)
+    disk.names = ["server-0.json"] * 1000
+    with pytest.raises(RuntimeError, match=r"was not there within .* the disk answered: .*Stale file handle"):
+        wait(started(stand_in), 0.2)
+
+
 def started(server: external.ExternalServer) -> external.ExternalServer:
     server.start()
     return server
@@ -297,3 +331,26 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     assert now[0] != first[2]
     assert now[1] != first[3]
     assert not any(each.alive for each in made)
+
+
+def test_a_node_outlives_a_disk_that_fails_for_a_moment_and_tells_the_trainer_of_another_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer(log=tmp_path / "log", gpus=range(1))
+    monkeypatch.setattr(Server, "make_all", lambda *_, **__: [server])
+    disk = Disk(monkeypatch)
+    turns = iter(
+        [
+            lambda: disk.names.extend(["closed", "server-0.retired"]),
+            lambda: disk.names.append("server-0.json.partial"),
+            server.stop,
+        ]
+    )
+    watch = SimpleNamespace(sleep=lambda _: next(turns)(), monotonic=time.monotonic)
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time", watch)
+    with pytest.raises(OSError, match="Stale file handle"):
+        external.serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
+    assert (disk.names, server.lives) == ([], 2)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="Stale file handle"):
+        wait(started(external_server(tmp_path)))
