@@ -11,6 +11,7 @@ from typing import TypeVar, Unpack
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.fleet.external import ExternalServer, registry_for_ranks, shared_key, with_local_address
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, SamplerOptions, ServerDied
@@ -47,6 +48,7 @@ class ServerPool:
         self._keep_cache = options.get("keep_cache", False)
         self._stop_token_ids = tuple(options["stop_token_ids"])
         self._report = options.get("report", lambda sentence: None)
+        self._reported: set[str] = set()
         self._vocab_size = read_vocab_size(model_dir)
         self._routed = read_model_spec(model_dir) if config.routing_replay else None
         self._clients: list[Client] = []
@@ -168,6 +170,11 @@ class ServerPool:
         if isinstance(cause, ServerSilent):
             self._counts["servers/timeouts"] += 1
 
+    def report_once(self, sentence: str) -> None:
+        if sentence not in self._reported:
+            self._reported.add(sentence)
+            self._report(sentence)
+
     def figures(self) -> dict[str, float]:
         counts, self._counts = self._counts, dict(NO_SERVERS)
         return counts
@@ -233,8 +240,9 @@ class ServerPool:
             self._for_all(self._clients, Client.sleep)
 
     def _client(self, server: Server | ExternalServer) -> Client:
-        # Open files limit the number of connections.
-        spare = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+        # Open files and threads limit the number of connections.
+        files = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+        spare = min(files, this_machine().processes // 2)
         threads = max(1, min(self.config.max_num_seqs, spare // self.config.count))
         settings = (self._key, self.config.request_timeout_s, self._vocab_size, self._routed)
         return Client(server.url, *settings, versions_apart=self._keep_cache, threads=threads)

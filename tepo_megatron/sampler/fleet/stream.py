@@ -18,7 +18,7 @@ from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied, SubmitOptions, refuse_others
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
-from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client import MORE_THREADS, Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 
 FIRST_PAUSE_S = 0.1  # it doubles per repetition, up to _LAST_PAUSE_S
 _LAST_PAUSE_S = 5.0
@@ -202,8 +202,11 @@ class FleetStream:
         self._sent[request.name] = request
         try:
             lane.client.pool.submit(self._draw, request, lane, dict(request.samples), request.name)
-        except RuntimeError as error:  # the fleet has ended its servers meanwhile, in another thread
-            self._events.put(_Event(request, request.name, error=ServerGone(str(error))))
+        except RuntimeError as error:
+            if lane.client.is_closed:  # the fleet has ended its servers meanwhile, in another thread
+                self._events.put(_Event(request, request.name, error=ServerGone(str(error))))
+            else:  # no further thread could be started; the request waits for one that the client has
+                self.pool.report_once(f"requests to the servers wait for each other: {error}; {MORE_THREADS}")
 
     def _draw(self, request: _Request, lane: _Lane, samples: Mapping[int, Sample], name: str) -> None:
         try:

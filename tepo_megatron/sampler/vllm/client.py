@@ -28,6 +28,7 @@ GENERATE = "/inference/v1/generate"  # vLLM's route for token ids, which scores 
 _REPEATED = (GENERATE, wire.READ_BACK, wire.SAMPLES)  # by their callers, after a ServerFault
 _PROBES = 20
 _MAX_INTERVAL_S = 5.0
+MORE_THREADS = "raise the limit of processes (ulimit -u, or the container's pids limit)"
 _FIRST = -1  # priority of requests before all samples (0)
 
 
@@ -65,6 +66,10 @@ class Client:
     ) -> None:
         self.url = url
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout")
+        try:
+            self.pool.submit(int)  # starts a thread, for which requests can wait if there are no more
+        except RuntimeError as error:
+            raise RuntimeError(f"no request can be sent to {url}: {error}; {MORE_THREADS}, or end others") from error
         self.asleep: frozenset[str] = frozenset()
         self.versions_apart = versions_apart
         self._model = MODEL_NAME
@@ -81,6 +86,10 @@ class Client:
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._read_for: WeightsVersion | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._http.is_closed
 
     def close(self) -> None:
         """Requests of other threads fail at once."""

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.runtime.machine import Machine
+from tepo_megatron.sampler.fleet import server_pool
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sample as Request
@@ -373,6 +375,70 @@ def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(server: Fau
                 ask()
             assert not server.alive
             assert fleet.revive()
+
+
+# -- too few threads
+
+
+def slow(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+    time.sleep(0.2)
+    return answer_well(server, samples)
+
+
+def allow_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name.startswith("rollout"):
+            raise RuntimeError("can't start new thread")  # as CPython does at a limit of processes
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+
+
+def test_without_new_threads_requests_wait_and_no_server_is_lost(
+    servers: Servers, expected: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for server in servers:
+        server.always = slow
+    with fleet_of(servers, tmp_path) as (fleet, reports):
+        allow_no_connections(monkeypatch)
+        assert sample(fleet) == expected
+        assert set(fleet.figures().values()) == {0}
+        assert ["can't start new thread" in report and "ulimit -u" in report for report in reports] == [True]
+
+
+def test_where_no_thread_can_be_started_the_limit_is_named(
+    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_no_connections(monkeypatch)
+    refused = pytest.raises(RuntimeError, match=rf"{server.url}: can't start new thread; raise .*ulimit -u")
+    with refused, fleet_of([server], tmp_path) as (fleet, _):
+        sample(fleet)
+
+
+def test_connections_leave_other_work_half_of_the_processes(
+    servers: Servers, expected: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_pool, "this_machine", lambda: Machine(processes=4))
+    most, present, lock = 0, [0, 0], threading.Lock()
+
+    def count_requests(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+        nonlocal most
+        index = servers.index(server)
+        with lock:
+            present[index] += 1
+            most = max(most, *present)
+        result = slow(server, samples)
+        with lock:
+            present[index] -= 1
+        return result
+
+    for server in servers:
+        server.always = count_requests
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        assert sample(fleet) == expected
+    assert most == 1
 
 
 # -- a server that does not come up again
