@@ -8,8 +8,13 @@ warned() {
 }
 put_back() {
   local code=$? restarts=${SLURM_RESTART_COUNT:-0} most=@max_requeues@
+  local failed=@output@/servers/$SLURM_JOB_ID.$restarts/trainer-failed
   if [[ $code != 75 ]]; then
     return
+  fi
+  if [[ -e $failed ]]; then
+    echo "error: $(<"$failed"), so that job $SLURM_JOB_ID does not go back into the queue; its log says why"
+    exit 1
   fi
   if ((restarts < most)); then
     echo "preempted: job $SLURM_JOB_ID goes back into the queue and resumes by itself, restart $((restarts + 1)) of at most $most"

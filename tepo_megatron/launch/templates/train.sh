@@ -2,11 +2,13 @@
 # Runs once on each training node; $1 is the address of the first. Without Slurm $2 is the node, $3 the job. Written by: tepo launch
 set -euo pipefail
 trap '' USR1 # Slurm's warning is for the ranks, which handle it; all else on the node inherits that it is ignored
-trap : TERM  # Slurm sends it to all processes of the job; this one waits for the ranks, which save
+stopped=
+trap 'stopped=yes' TERM # Slurm sends it to all processes of the job; this one waits for the ranks, which save
 out=@output@
 python=@python@
 interface=@interface@
 nodes=@nodes@
+restarts=@restarts@
 job=${3:-${SLURM_JOB_ID:-local}}.${SLURM_RESTART_COUNT:-0}
 node=${2:-${SLURM_NODEID:-0}}
 set +u # activation scripts read variables that may be unset
@@ -44,12 +46,15 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
 code=0
 "$python" -m tepo_megatron.runtime.torchrun --status "$out/status" --spares @spares@ \
-  --max-restarts @restarts@ --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
+  --max-restarts "$restarts" --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
   -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" || code=$?
+mkdir -p "$out/servers/$job"
 if [[ $node == 0 ]]; then
-  mkdir -p "$out/servers/$job"
   echo "$code" >"$out/servers/$job/@ended@"
+elif [[ $code != 0 && $code != 75 && $code != 130 && -z $stopped && $restarts == 0 && ! -e $out/servers/$job/@ended@ ]]; then
+  # srun now ends the first node, which would take that for a preemption
+  echo "node $node of the trainer ended with exit code $code" >"$out/servers/$job/trainer-failed"
 fi
 exit "$code"

@@ -259,6 +259,31 @@ def test_a_job_that_has_saved_goes_back_so_many_times(tmp_path: Path, code: int,
     assert batch(tmp_path, job("cluster.max_requeues=2"), f"exit {code}", **given) == (code, said)
 
 
+def ended_node(output: Path, *overrides: str, before: str = "", code: int = 1) -> tuple[int, str]:
+    """What the batch does if its second training node ends so, and the first is then stopped as a preempted one is."""
+    config = job(f"output={output}", "cluster.train_nodes=2", f"cluster.python={output}/python", *overrides)
+    output.mkdir(exist_ok=True)
+    write_script(output / "python", f"{before}\nexit {code}")
+    script = script_of("train", config)
+    assert bash(script, "10.0.0.1", SLURM_JOB_ID="7", SLURM_NODEID="1").returncode == code
+    return batch(output, config, "exit 75")
+
+
+def test_a_job_whose_node_fails_by_itself_does_not_go_back(tmp_path: Path) -> None:
+    """srun stops the others, and the first node ends as if it were preempted."""
+    said = (
+        "error: node 1 of the trainer ended with exit code 1, so that job 7 does not go back into the queue; its log says why\n"
+    )
+    assert ended_node(tmp_path / "fails") == (1, said)
+    back = (75, BACK.format(1).replace("most 2", "most 50"))
+    assert ended_node(tmp_path / "stops", code=75) == back
+    assert ended_node(tmp_path / "stopped", before="kill -TERM $PPID") == back
+    assert ended_node(tmp_path / "restarts", "train.max_restarts=2") == back  # the agents decide
+    (tmp_path / "late/servers/7.0").mkdir(parents=True)
+    (tmp_path / "late/servers/7.0/trainer-ended").touch()
+    assert ended_node(tmp_path / "late") == back
+
+
 def test_the_roles_get_the_processors_that_the_job_asked_for(tmp_path: Path) -> None:
     shown = 'echo "${SRUN_CPUS_PER_TASK-all}"'
     assert batch(tmp_path, job(), shown)[1] == "all\n"
