@@ -1,8 +1,11 @@
-"""Shards from trainer ranks to workers over real gloo connections: every byte what the layouts say, also after a failure."""
+"""Shards from trainer ranks to workers and full tensors to rank 0, over real gloo connections: every byte what the layouts say,
+the former also after a failure.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeli
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tepo_megatron.weights.transfer.sender import ReceiveOrder, ShardSender
 from tepo_megatron.weights.transfer.transport import connect
 from tepo_megatron.weights.transfer.transports import Member, join
@@ -134,3 +138,21 @@ def test_the_benchmark_counts_the_fewest_bytes_and_brings_the_same_weights_every
     least = sum(setting.plan.bytes_between(2).values())
     assert wire_bytes["shard to shard"] == wire_bytes["raw point-to-point copy"] == least
     assert wire_bytes["gather and broadcast"] == least  # one trainer rank has nothing to gather
+
+
+def gather(rank: int, world: int) -> dict[str, Tensor | None]:
+    """Outside a batch each pair of ranks would make an NCCL communicator of its own, and keep it."""
+    spec = small_spec()
+    layouts = MegatronParallel(tp=2).layouts(spec)
+    params = parameters(layouts, numbered_model(tensor_shapes(spec)))[rank]
+    alone = AssertionError("a message outside batch_isend_irecv")
+    with mock.patch.object(dist, "send", side_effect=alone), mock.patch.object(dist, "recv", side_effect=alone):
+        return dict(GatherPlan(layouts).gather_to_root({name: param.float() for name, param in params.items()}))
+
+
+def test_full_tensors_travel_through_the_communicator_of_all_ranks() -> None:
+    root, other = run_dist(2, gather)
+    expected = numbered_model(tensor_shapes(small_spec()))
+    assert root.keys() == other.keys() == expected.keys()
+    assert all(torch.equal(root[name], value.float()) for name, value in expected.items())
+    assert set(other.values()) == {None}

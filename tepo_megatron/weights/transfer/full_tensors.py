@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ class GatherPlan:
     def gather_to_root(self, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
         """The tensor is None except on global rank 0.
 
-        Every rank of the default group must exhaust it. Rank 0 holds one tensor at a time.
+        Every rank of the default group, which has had a collective before, must exhaust it. Rank 0 holds one tensor at a time.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         first = next(iter(params.values()))
@@ -143,12 +144,18 @@ class GatherPlan:
                 if owner == rank:
                     parts = [params[shard.param].detach()[shard.param_box.slices] for shard in shards]
                     if full is None:
-                        dist.send(torch.cat([part.reshape(-1) for part in parts]), dst=0)
+                        _exchange(dist.isend, torch.cat([part.reshape(-1) for part in parts]), 0)
                 elif full is not None:
                     flat = torch.empty(sum(sizes), dtype=tensor_dtype, device=device)
-                    dist.recv(flat, src=owner)
+                    _exchange(dist.irecv, flat, owner)
                     parts = [*flat.split(sizes)]
                 if full is not None:
                     for shard, part in zip(shards, parts, strict=True):
                         full[shard.box.slices] = part.reshape(shard.box.shape)
             yield name, full
+
+
+def _exchange(start: Callable[..., Any], flat: Tensor, peer: int) -> None:
+    # outside a batch NCCL makes a communicator for each pair of ranks, and keeps it
+    for work in dist.batch_isend_irecv([dist.P2POp(start, flat, peer)]):
+        work.wait()

@@ -18,10 +18,11 @@ PAGE = "docs/guides/security.md"
 
 READERS = frozenset(
     (
-        *("read_text", "read_bytes", "readline", "readlines", "read_json", "parse_json", "read_yaml", "safe_load", "safe_open"),
-        *("open_safetensors", "pread", "fdopen", "recv", "create_server", "create_connection", "getresponse", "urlopen"),
-        *("HTTPConnection", "ThreadingHTTPServer", "Application", "Client", "AsyncClient", "Popen", "check_output", "getenv"),
-        *("ParquetFile", "open_stream", "from_pretrained", "SentencePieceProcessor", "exec_module"),
+        *("read_text", "read_bytes", "readline", "readlines", "read_json", "parse_json", "read_yaml", "safe_load"),
+        *("safe_open", "open_safetensors", "pread", "fdopen", "recv", "batch_isend_irecv", "create_server"),
+        *("create_connection", "getresponse", "urlopen", "HTTPConnection", "ThreadingHTTPServer", "Application"),
+        *("Client", "AsyncClient", "Popen", "check_output", "getenv", "ParquetFile", "open_stream", "from_pretrained"),
+        *("SentencePieceProcessor", "exec_module"),
     )
 )
 """Functions and classes, by their last name."""
