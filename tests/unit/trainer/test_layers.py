@@ -32,7 +32,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import RUN_CHECKS
 from tepo_megatron.trainer.megatron import gpu as packages
 from tepo_megatron.trainer.megatron.gpu import Packages
-from tepo_megatron.trainer.megatron.model import fp8
+from tepo_megatron.trainer.megatron.model import attention_cpu, fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
 from tepo_megatron.trainer.megatron.model.lora import Lora
 from tepo_megatron.trainer.megatron.model.model import Layers, transformer_config
@@ -239,6 +239,26 @@ def test_attention_and_its_gradients_match_the_dense_oracle(lengths: list[int], 
     expected.backward(upstream)
     for ours, oracle in zip(single, exact, strict=True):
         torch.testing.assert_close(ours.grad.double(), oracle.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_all_that_a_context_parallel_attention_moves_is_where_its_queries_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``layers = local`` is for GPUs too: a CUDA index selects from no tensor of the host."""
+    moved: list[Tensor] = []
+    right = attention_cpu._Move.apply
+
+    def apply(values: Tensor, *args: Any) -> Tensor:
+        moved.append(values)
+        return right(values, *args)
+
+    monkeypatch.setattr(attention_cpu._Move, "apply", apply)
+    monkeypatch.setattr(attention_cpu, "gather_from_sequence_parallel_region", lambda local, group: torch.cat([local, local]))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    attention = PackedDotProductAttention(config)
+    attention.cp, attention.cp_group = 2, SimpleNamespace(rank=lambda: 1)
+    packed = PackedSeqParams("thd", *[torch.tensor([0, 8, 12], dtype=torch.int32)] * 2, max_seqlen_q=8, max_seqlen_kv=8)
+    heads = [torch.empty(6, count, 4, device="meta") for count in (2, 1, 1)]
+    assert attention(*heads, None, packed_seq_params=packed).shape == (6, 8)
+    assert [values.device.type for values in moved] == ["meta"] * 5  # queries, keys, values, positions, result
 
 
 @settings(max_examples=30)

@@ -42,7 +42,7 @@ class PackedDotProductAttention(torch.nn.Module):
             # backward: every rank's loss has a gradient for the keys and values of all, and they are summed
             both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
             key, value = both[torch.from_numpy(order_T.argsort())].chunk(2, -1)
-            positions_t = torch.from_numpy(local_positions(lengths, self.cp, self.cp_group.rank()))
+            positions_t = torch.from_numpy(local_positions(lengths, self.cp, self.cp_group.rank())).to(query.device)
             places = queries.rows(positions_t[:, None])
         attended = []
         for q, k, v, seen in zip(queries.rows(query), keys.rows(key), keys.rows(value), places, strict=False):
