@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import EngineConfig, RunConfig
-from tepo_megatron.weights.architecture import Experts, ModelSpec
+from tepo_megatron.weights.architecture import Experts, ModelSpec, RopeScaling
 from tests.support.launch import run_dist
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,7 @@ def look(rank: int, world: int) -> dict[str, Any]:
             "fuses": [fusing(build(cpu, ranks, model={"lora": lora})) for lora in (None, {"rank": 2})],
             "router": device_of_a_router(cpu, ranks),
             "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
+            "tables": tables(cpu, ranks),
             "timeout": parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options._timeout,
         }
 
@@ -54,6 +55,18 @@ def device_of_a_router(cpu: Any, ranks: Any) -> str:
         model = build(cpu, ranks, spec=spec)
     (device,) = {str(param.device) for name, param in model.named_parameters() if name.endswith("router.weight")}
     return device
+
+
+def tables(cpu: Any, ranks: Any) -> dict[str, Any]:
+    """Of two lengths, without and with Llama 3's scaling: a model's, and Megatron's."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    specs = [replace(SPEC, rope_theta=1e8, rope_scaling=scaling) for scaling in (None, RopeScaling(8.0))]
+    rotaries = [build(cpu, ranks, spec).rotary_pos_emb for spec in specs]
+    ours = [rotary(length, packed_seq=True) for rotary in rotaries for length in (3, TOKENS)]
+    remembered = RotaryEmbedding.forward.cache_info().currsize
+    megatrons = [RotaryEmbedding.forward(rotary, length, packed_seq=True) for rotary in rotaries for length in (3, TOKENS)]
+    return {"ours": ours, "remembered": remembered, "megatrons": megatrons}
 
 
 def build(cpu: Any, ranks: Any, spec: ModelSpec = SPEC, **sections: Any) -> Any:
@@ -109,6 +122,15 @@ def test_megatrons_groups_wait_as_long_as_the_world(seen: dict[str, Any]) -> Non
 def test_a_router_is_where_the_other_weights_are(seen: dict[str, Any]) -> None:
     """Megatron moves it in the first forward pass, after the optimizer and the digests have met it."""
     assert seen["router"] == "meta"
+
+
+def test_rotary_tables_are_megatrons_and_are_not_remembered(seen: dict[str, Any]) -> None:
+    """Its cache would hold 32 of them, of so many lengths, on the GPU."""
+    tables = seen["tables"]
+    assert all(map(torch.equal, tables["ours"], tables["megatrons"]))
+    assert [len(table) for table in tables["ours"]] == [3, TOKENS] * 2
+    assert not torch.equal(tables["ours"][1], tables["ours"][3])
+    assert tables["remembered"] == 0
 
 
 def test_linears_that_can_add_to_gradients_in_fp32_do_so_without_apex_unless_there_are_adapters(seen: dict[str, Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -137,6 +139,8 @@ def build_model(
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         parallel_output=True,
     )
+    rotary = model.rotary_pos_emb
+    rotary.forward = partial(inspect.unwrap(type(rotary).forward), rotary)  # its cache holds tables of 32 lengths on the GPU
     if fused and model.post_process:
         model.output_layer = _FusedHead(model.output_layer)
     for module in model.modules():
