@@ -76,7 +76,7 @@ class Platform:
         import megatron.core.optimizer as megatron_optimizer
         import megatron.core.tensor_parallel.random as megatron_random
         from megatron.core.models.common.embeddings import rope_utils
-        from megatron.core.optimizer import distrib_optimizer, optimizer_config
+        from megatron.core.optimizer import distrib_optimizer
 
         from tepo_megatron.trainer.megatron.parallel.positions import rotate_packed
 
@@ -90,7 +90,6 @@ class Platform:
             (megatron_random, "_get_cuda_rng_state", random_state),  # recomputation, which would replay dropout; there is none
             (megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu),  # states on the host: which tensors are offloaded
             (distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu),  # the same, for shards of the distributed optimizer
-            (optimizer_config, "is_te_min_version", lambda *_: False),  # states on the host: Transformer Engine's version
             (rope_utils, "fused_apply_rotary_pos_emb_thd", rotate_packed),  # Transformer Engine's kernel
             (torch.cuda, "Stream", _HostStream),  # the streams in which gradients go to the host and weights come back
             (torch.cuda, "current_stream", lambda *_: _HostStream()),  # what those streams wait for

@@ -172,24 +172,26 @@ def _build_optimizer(
 ) -> MegatronOptimizer:
     """Every rank calls."""
     device = next(ddp[0].parameters()).device
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=model.dtype == "bfloat16",
+        use_distributed_optimizer=config.distributed,
+        **optimizer_options(fp8),
+        **_state_options(config, on_gpu=device.type == "cuda"),
+    )
+    if config.offload_fraction:
+        # On the host all states are fp32. This leaves the masters to Adam: without it they stay on the GPU too. As an argument
+        # it would need Transformer Engine.
+        options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     with objects_as_json(device):
-        optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=model.dtype == "bfloat16",
-                use_distributed_optimizer=config.distributed,
-                **optimizer_options(fp8),
-                **_state_options(config, on_gpu=device.type == "cuda"),
-            ),
-            list(ddp),
-        )
+        optimizer = get_megatron_optimizer(options, list(ddp))
     for inner in OptimizerStates(optimizer).inner:
         _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
     if config.offload_fraction:
@@ -221,8 +223,6 @@ _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 def _state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
     if config.offload_fraction:
         return {
-            # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.
-            "use_precision_aware_optimizer": True,
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": config.offload_fraction,
             "overlap_cpu_optimizer_d2h_h2d": True,
