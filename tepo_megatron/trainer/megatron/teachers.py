@@ -44,7 +44,7 @@ class _Teacher:
         forward = replace(
             forward, engine=config.engine, spec=spec, entropy_slope=False, routers=None, keeps_outputs=keeps_states
         )
-        teacher = cls(chunks, forward, OffloadedStorages(forward.platform.device))
+        teacher = cls(chunks, forward, OffloadedStorages(forward.platform.device, frozen=True))
         teacher.offload()
         return teacher
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.optimizer.optimizer import FP32Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
@@ -70,11 +71,11 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-def offloader_of(model: torch.nn.Module) -> offload.Offloader:
+def offloader_of(model: torch.nn.Module, *frozen: torch.nn.Module) -> offload.Offloader:
     optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
     policy: Any = SimpleNamespace(chunks=[model], ddp=[ddp], optimizer=optimizer)
-    return offload.Offloader(policy, CPU, barrier=lambda: None)
+    return offload.Offloader(policy, CPU, lambda: None, frozen)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=5), st.integers(1, 3))
@@ -99,6 +100,32 @@ def test_host_memory_is_used_again() -> None:
             offloader.keep()
             offloader.keep("weights")
     assert [call.args[0] for call in empty.call_args_list if "pin_memory" in call.kwargs] == [48, 48, 48, 16]
+
+
+class Copies(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=5))
+def test_a_frozen_model_goes_to_the_host_once_and_comes_back_each_time(sizes: list[int]) -> None:
+    frozen = [torch.randn(size) for size in sizes]
+    before = [tensor.clone() for tensor in frozen]
+    offloader = offloader_of(torch.nn.ParameterList(), torch.nn.ParameterList(frozen))
+    counts = []
+    for _ in range(3):
+        for parts in ((), ("optimizer",)):
+            with Copies() as copies:
+                offloader.keep(*parts)
+            counts.append(copies.count)
+            assert all(bool(tensor.untyped_storage().nbytes()) == bool(parts) for tensor in frozen)
+        assert all(map(torch.equal, frozen, before))
+    chunks = sum(-(-4 * size // 48) for size in sizes)
+    assert counts == [chunks, chunks, 0, chunks, 0, chunks]
+    assert offloader.most_offloaded == 4 * sum(sizes)
 
 
 def test_copies_in_fp8_leave_with_the_weights() -> None:

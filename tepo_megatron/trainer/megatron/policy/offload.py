@@ -18,9 +18,12 @@ CHUNK_BYTES = 2**24  # torch pins powers of two only
 
 
 class OffloadedStorages:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    """``frozen``: nobody writes to the tensors, so that each is copied to the host once."""
+
+    def __init__(self, device: torch.device, *, frozen: bool = False) -> None:
+        self._device, self._frozen = device, frozen
         self._offloaded: list[tuple[Tensor, list[Tensor]]] = []
+        self._copied: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._spare: dict[int, list[Tensor]] = {}
 
     @property
@@ -29,11 +32,8 @@ class OffloadedStorages:
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
         assert not self._offloaded, "offloaded already"
-        for storage in _storages(tensors, self._device).values():
-            raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            chunks = raw.split(CHUNK_BYTES)
-            copies = [self._host_memory(chunk.numel()).copy_(chunk, non_blocking=True) for chunk in chunks]
-            self._offloaded.append((raw, copies))
+        for identity, storage in _storages(tensors, self._device).items():
+            self._offloaded.append(self._copied[identity] if identity in self._copied else self._copy(storage))
         self._synchronize()
         for raw, _ in self._offloaded:
             raw.untyped_storage().resize_(0)
@@ -44,9 +44,17 @@ class OffloadedStorages:
             for target, chunk in zip(raw.split(CHUNK_BYTES), copies, strict=True):
                 target.copy_(chunk, non_blocking=True)
         self._synchronize()
-        for chunk in (chunk for _, copies in self._offloaded for chunk in copies):
-            self._spare.setdefault(chunk.numel(), []).append(chunk)
+        if self._frozen:
+            self._copied = {_identity(raw): (raw, copies) for raw, copies in self._offloaded}
+        else:
+            for chunk in (chunk for _, copies in self._offloaded for chunk in copies):
+                self._spare.setdefault(chunk.numel(), []).append(chunk)
         self._offloaded = []
+
+    def _copy(self, storage: torch.UntypedStorage) -> tuple[Tensor, list[Tensor]]:
+        raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        chunks = raw.split(CHUNK_BYTES)
+        return raw, [self._host_memory(chunk.numel()).copy_(chunk, non_blocking=True) for chunk in chunks]
 
     def _host_memory(self, size: int) -> Tensor:
         spare = self._spare.get(size)
@@ -93,6 +101,7 @@ class Offloader:
         self._model = torch.nn.ModuleList(policy.chunks)
         self._frozen = torch.nn.ModuleList(frozen)
         self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
+        self._frozen_weights = OffloadedStorages(device, frozen=True)
         self._on_device: set[Part] = {"weights", "optimizer", "gradients"}
         self.most_offloaded = 0  # bytes
 
@@ -107,12 +116,14 @@ class Offloader:
             weights = _storages(_parameters(self._model), self._device)
             held = chain.from_iterable(adam_tensors(inner.optimizer) for inner in OptimizerStates(self._policy.optimizer).inner)
             state = (tensor for tensor in held if _identity(tensor) not in weights)
-            self._state.offload(chain(state, _parameters(self._frozen)))
+            self._state.offload(state)
+            self._frozen_weights.offload(_parameters(self._frozen))
             drop_fp8_copies(self._frozen)
         if "weights" in leaving:
             self._weights.offload(_parameters(self._model))
             drop_fp8_copies(self._model)
-        self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
+        offloaded = self._weights.nbytes + self._state.nbytes + self._frozen_weights.nbytes
+        self.most_offloaded = max(self.most_offloaded, offloaded)
         if leaving and self._on_gpu:
             torch.cuda.empty_cache()
         if coming or leaving:
@@ -121,6 +132,7 @@ class Offloader:
             self._weights.onload()
         if "optimizer" in coming:
             self._state.onload()
+            self._frozen_weights.onload()
         if "gradients" in coming:
             for ddp in self._policy.ddp:
                 ddp.restore_grad_buffers(synchronize=self._on_gpu)
