@@ -60,7 +60,8 @@ def speaks_first() -> bool:
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
     """Returns the exit code.
 
-    After a stop signal it is 130 or 75 in rank 0 and 0 in others, since the agent ends rank 0 at the first other code.
+    After a stop signal it is 130 or 75 in a node's first rank and 0 in others, since the agent ends that rank at the first
+    other code. An agent without a failed rank would wait for those of other nodes.
     """
     code = _run(work, grace_s, warning_s)
     distributed = sys.modules.get("torch.distributed")
@@ -78,7 +79,7 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
         refuse_pickles()
         work()
     except StopRequested as stop:
-        return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
+        return _leave(stop.exit_code if os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0" else 0)
     except (Exception, SystemExit) as error:
         if signals.requested is not None and not signals.at_risk() and not getattr(error, _REPORTED, False):
             return _leave(StopRequested(signals.requested).exit_code)  # the error follows from the stop

@@ -290,6 +290,18 @@ def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(star
 
 
 @pytest.mark.slow
+def test_a_stop_ends_every_node_with_its_code(start_nodes, tmp_path: Path) -> None:
+    """None waits at torch's exit barrier for those that have left."""
+    agents = start_nodes("stop")
+    wait_until(lambda: all((tmp_path / f"started{rank}").exists() for rank in (0, 1)), TIMEOUT_S, "the ranks")
+    for agent in agents:
+        agent.send_signal(signal.SIGUSR1)
+    ends = [(agent.communicate(timeout=TIMEOUT_S)[1], agent.returncode) for agent in agents]
+    assert [code for _, code in ends[:2]] == [75, 75], ends
+    assert not any("is gone" in text for text, _ in ends), ends
+
+
+@pytest.mark.slow
 def test_a_spare_node_that_is_not_there_is_a_sentence_before_anything_starts(start_nodes, tmp_path: Path) -> None:
     for agent in start_nodes("once", nodes=2, meet_s=10.0):
         assert agent.communicate(timeout=TIMEOUT_S)[1] == "error: node 2 of 3, spares included, did not come within 10 s\n"
