@@ -54,11 +54,12 @@ class RankRecord:
     @classmethod
     def read_all(cls, folder: Path) -> list[RankRecord]:
         """Skips damaged files."""
-        records = (cls._read(path) for path in sorted(folder.glob("rank-*.json")))
+        records = (cls.read(path) for path in sorted(folder.glob("rank-*.json")))
         return [record for record in records if record is not None]
 
     @classmethod
-    def _read(cls, path: Path) -> RankRecord | None:
+    def read(cls, path: Path) -> RankRecord | None:
+        """None if there is none, or a damaged one."""
         for _ in range(3):
             try:
                 record = cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -80,6 +81,10 @@ class RankRecord:
 
 def _stacks_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.stacks"
+
+
+def _record_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
 
 
 class Heartbeat:
@@ -113,7 +118,7 @@ class Heartbeat:
         if rank == 0:
             for old in folder.glob("rank-*"):
                 old.unlink()
-        file = (folder / f"rank-{rank:05d}.json").open("wb", buffering=0)
+        file = _record_file(folder, rank).open("wb", buffering=0)
         stacks = _stacks_path(folder, rank).open("w")
         self._files = [file, stacks]
         if threading.current_thread() is threading.main_thread():
@@ -186,7 +191,7 @@ class Heartbeat:
         if folder is None or os.fstat(self._files[0].fileno()).st_nlink or not folder.parent.is_dir():
             return
         folder.mkdir(exist_ok=True)
-        file = (folder / f"rank-{self._record.rank:05d}.json").open("xb", buffering=0)  # another run's stays
+        file = _record_file(folder, self._record.rank).open("xb", buffering=0)  # another run's stays
         self._files[0].close()
         self._files[0] = file
 
@@ -318,8 +323,15 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
 
 
 def _local_ranks(status: Path) -> list[WatchedRank]:
-    records = {(record.pid, record.started): record for record in RankRecord.read_all(status)}
-    return [(child, records.get((child.pid, child.started))) for child in Process.children(os.getpid()) if child.alive]
+    """Reads no other node's records: a job may have a thousand, on a slow disk."""
+    result: list[WatchedRank] = []
+    for child in Process.children(os.getpid()):
+        if child.alive:
+            rank = Process.environment(child.pid).get("RANK", "")
+            record = RankRecord.read(_record_file(status, int(rank))) if rank.isdecimal() else None
+            is_its = record is not None and (record.pid, record.started) == (child.pid, child.started)
+            result.append((child, record if is_its else None))
+    return result
 
 
 def _write_report(status: Path, hang: _Hang) -> str:

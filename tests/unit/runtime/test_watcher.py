@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -141,3 +142,25 @@ def test_a_node_is_gone_that_is_silent_while_others_run_and_whose_ranks_have_not
     assert not first._is_silent(0, 1, beats, restarts.SILENT_S)
     store.set("0/end/1", "[0]")
     assert not any(first._is_silent(0, 1, beats, restarts.SILENT_S) for _ in range(4))
+
+
+def test_only_records_of_ranks_of_this_node_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job of hundreds of nodes each would otherwise read the records of all, all the time."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    for number in range(64):
+        (tmp_path / f"rank-{number:05d}.json").write_text("{}")
+    read: list[str] = []
+    right = Path.read_text
+
+    def read_text(path: Path, *args: Any, **options: Any) -> str:
+        read.append(path.name)
+        return right(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "RANK": "7"}) as child:
+        try:
+            with heartbeat.watching(tmp_path, lambda _: None):
+                assert eventually(lambda: "rank-00007.json" in read)
+        finally:
+            child.kill()
+    assert {name for name in read if name.startswith("rank-")} == {"rank-00007.json"}
