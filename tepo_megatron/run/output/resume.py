@@ -49,8 +49,14 @@ class Resumed:
     @classmethod
     def load(cls, config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
         """Checks every byte. Every rank calls; all get the same checkpoint, or ``find``'s ValueError."""
-        # On a shared disk the ranks need not see the same at once: only rank 0's candidates count.
-        folders = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
+        # On a shared disk the ranks need not see the same at once: only rank 0's candidates count, or that it has none.
+        try:
+            seen: list[Any] = [[str(folder) for folder in _candidates(config)], ""]
+        except ValueError as none:
+            seen = [[], str(none)]
+        folders, error = engine.broadcast_from_root(seen)
+        if error:
+            raise ValueError(error)
         checkpoint = _accepted(config, model_dir, _first_whole(map(Path, folders), engine.checkpoints.check))
         saved, present = checkpoint.state.get("reference_digest"), engine.reference_digest
         if saved is not None and present not in (None, saved) and not is_allowed("model.path", config.train.allow_change):

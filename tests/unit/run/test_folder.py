@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from tepo_megatron.run.output.resume import Resumed, of_attempt, prepare_folder,
 from tepo_megatron.runtime.restarts import named_job
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, step_of
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, step_of
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
 from tests.support.cli import invoke
@@ -150,6 +151,18 @@ def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Pa
     assert resumed == f"resumed from {whole} at step 4"
     assert not checkpoint.accept(run)
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step_000002", "step_000004", "step_000006.damaged"]
+
+
+def test_every_rank_resumes_from_what_the_first_sees(tmp_path: Path) -> None:
+    """A disk may show a checkpoint to other machines later."""
+    (newest,) = save(tmp_path / "out", 4)
+    shared: Any = [[str(newest)], ""]
+    engine = Mock(broadcast_from_root=lambda _: shared, reference_digest=None)
+    engine.checkpoints.check = read_state
+    assert Resumed.load(config(tmp_path / "empty"), engine, MODEL).folder == newest
+    shared = [[], "there is nothing to resume"]
+    with pytest.raises(ValueError, match="there is nothing to resume"):
+        Resumed.load(config(tmp_path / "out"), engine, MODEL)
 
 
 def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> None:
