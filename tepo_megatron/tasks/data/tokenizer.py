@@ -240,6 +240,8 @@ class _HuggingFaceTokenizer(Tokenizer):
 
     def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
         plain = self.encode(text, special_tokens=special_tokens)
+        if plain[:1] == [self._model.bos_token_id]:
+            return plain  # a rendered prompt has its begin token
         ids: list[int] = self._model.encode(text, add_special_tokens=True, split_special_tokens=not special_tokens)
         # A tokenizer set up for training may add an end token.
         end = [self._model.eos_token_id]

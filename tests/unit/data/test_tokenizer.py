@@ -132,6 +132,19 @@ class TestChat:
         with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
             load_tokenizer(folder)
 
+    def test_a_rendered_prompt_has_one_begin_token(self, chat_folder: Path, tmp_path: Path) -> None:
+        from tokenizers.processors import TemplateProcessing
+        from transformers import PreTrainedTokenizerFast
+
+        begin, rendered = SPECIAL[1], f"{SPECIAL[2]}hi{SPECIAL[0]}{SPECIAL[3]}"
+        model = PreTrainedTokenizerFast.from_pretrained(chat_folder, bos_token=begin)
+        model.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, SYSTEM)])
+        model.save_pretrained(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
+        ids = tokenizer.prompt_ids(begin + rendered, special_tokens=True)
+        assert ids == tokenizer.prompt_ids(rendered, special_tokens=True)
+        assert ids == [SYSTEM, *tokenizer.encode(rendered, special_tokens=True)]
+
     @given(system=contents, user=contents)
     def test_only_what_the_template_writes_is_special(self, chat: Tokenizer, system: str, user: str) -> None:
         ids = chat.chat_ids((("system", system), ("user", user)))
