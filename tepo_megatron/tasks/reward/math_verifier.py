@@ -17,6 +17,7 @@ from tepo_megatron.runtime.worker_child import running_time
 # Of 2e-1 and 2e+1 it is not clear that e is no Euler's number.
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(?:\d+\.\d*[eE][-+]?\d{1,2}|\d+[eE](?:\d{1,2}|[-+]\d\d))(?!\w|\.\d)")
 _MOST_NUMBERS = 100  # that are rewritten: math-verify's time grows with the square of the digits
+_BEFORE_AN_ANSWER = re.compile(r"</?answer>|(?<=##)(?=[-$\d])")  # math-verify reads a plain number only where a line begins
 _SOFT_LIMIT_S = 5  # math-verify's own alarm needs the main thread, where workers run verifiers
 
 
@@ -47,7 +48,8 @@ def math(problem: Problem, response: str) -> float:
 
 def _parse_response(response: str) -> list[Any]:
     try:
-        return parse(_plain(response.rpartition("</think>")[2]), parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
+        text = _BEFORE_AN_ANSWER.sub("\n", _plain(response.rpartition("</think>")[2]))
+        return parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
     except TimeoutException:
         raise
     except Exception:  # of sympy, such as a number of 5,000 digits: the response is wrong
