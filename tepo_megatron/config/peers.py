@@ -212,9 +212,10 @@ def _clip(result: Mapping[str, Any], low: float, high: float, dual: float | None
     preset = result.get("objective.preset")
     if preset == "cispo":
         return {"objective.trust_region.high": high}
-    if preset in ("sapo", "gmpo", "kl_cov"):
+    if preset in ("sapo", "kl_cov"):
         return {}
-    return {"objective.trust_region.low": low, "objective.trust_region.high": high, "objective.trust_region.dual": dual}
+    bounds = {"objective.trust_region.low": low, "objective.trust_region.high": high}
+    return bounds if preset == "gmpo" else {**bounds, "objective.trust_region.dual": dual}
 
 
 def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
@@ -289,12 +290,18 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         split = _instead_of_fsdp(result, left)
     low, high = actor.get("clip_ratio_low"), actor.get("clip_ratio_high")
     usual, dual = actor["clip_ratio"], actor["clip_ratio_c"]
-    if result.get("objective.preset") == "gspo":  # verl's has one aggregation, whatever loss_agg_mode says, and no dual clip
+    low, high = (usual if bound is None else bound for bound in (low, high))
+    preset = result.get("objective.preset")
+    if preset in ("gspo", "gmpo", "sapo"):  # verl's have one aggregation, whatever loss_agg_mode says, and no dual clip
         result.pop("objective.aggregation.kind", None)
         dual = None
     made = {
         "train.minibatches": updates,
-        **_clip(result, usual if low is None else low, usual if high is None else high, dual),
+        "optimizer.betas": actor["optim.betas"],
+        "optimizer.schedule": style if (style := actor.get("optim.warmup_style")) in ("constant", "cosine") else None,
+        "objective.advantage.over": "tokens" if result.get("objective.advantage.kind") == "whitened" else None,
+        **_clip(result, low, high, dual),
+        **({"objective.trust_region.low": low} if preset == "cispo" else {}),  # TRL's has no lower bound
         **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, "colocated", result, left),  # type: ignore[arg-type]
     }
     if actor.get("megatron.sequence_parallel") is False:
@@ -348,10 +355,12 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "train.minibatches": updates,
         "optimizer.lr": read.get(f"{optimizer}lr"),
         "optimizer.weight_decay": read.get(f"{optimizer}weight_decay"),
-        "optimizer.betas": read.get(f"{optimizer}betas"),
+        "optimizer.betas": _nemo_betas(read, optimizer),
+        "optimizer.eps": read.get(f"{optimizer}adam_eps" if megatron else f"{optimizer}eps"),
         "rollout.sampling.max_new_tokens": new,
         "engine.recompute": "full" if read.get(f"{part}activation_checkpointing") else None,
-        "objective.advantage.kind": "leave_one_out" if read.get("grpo.use_leave_one_out_baseline") else "group",
+        "objective.advantage.kind": "group",
+        "data.chat_template": True,  # its processors make a message of a prompt
         "reward.verifier": "math",
         **_machines(
             read["cluster.num_nodes"],
@@ -362,8 +371,14 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
             left,
         ),
     }
-    if not read.get("grpo.normalize_rewards", True) and made["objective.advantage.kind"] == "group":
-        made["objective.advantage.kind"] = "no_std"
+    without_itself = read.get("grpo.use_leave_one_out_baseline")
+    if not read.get("grpo.normalize_rewards", True):
+        made["objective.advantage.kind"] = "leave_one_out" if without_itself else "no_std"
+    elif without_itself:
+        left.append(
+            "grpo.use_leave_one_out_baseline = true with normalize_rewards: here the group's mean and deviation include the "
+            "response itself (objective.advantage.kind = leave_one_out is without the deviation)"
+        )
     if megatron and (warmup := read.get("policy.megatron_cfg.scheduler.lr_warmup_iters")):
         made["optimizer.warmup_steps"] = updates * warmup
     if new is not None and longest is not None and new >= longest:  # prompts need room here
@@ -378,3 +393,9 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["log.wandb.project"] = read.get("logger.wandb.project", "nemo-rl")
         made["log.wandb.name"] = read.get("logger.wandb.name")
     return made
+
+
+def _nemo_betas(read: Mapping[str, Any], optimizer: str) -> Any:
+    usual = {f"{optimizer}adam_beta1": 0.9, f"{optimizer}adam_beta2": 0.999}
+    given = [read.get(name, beta) for name, beta in usual.items()]
+    return given if usual.keys() & read.keys() else read.get(f"{optimizer}betas")

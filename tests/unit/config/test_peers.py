@@ -46,7 +46,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.minibatches": 4,
         "rollout.server.max_model_len": 4096,
         "optimizer.lr": 5e-6,
-        "objective.advantage.kind": "leave_one_out",
+        "objective.advantage.kind": "group",
         "objective.trust_region.high": 0.28,
         "cluster.rollout_nodes": 1,
         "data.fields.answer": "output",
@@ -111,6 +111,43 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
     made = convert("verl", "{actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}, clip_ratio: 3.0e-4}}}")[0]
     objective = load_run(None, [f"{name}={made[name]}" for name in made if name.startswith("objective.")]).objective
     assert objective == load_run(None, ["objective={preset: gspo, trust_region: {low: 3.0e-4, high: 3.0e-4}}"]).objective
+
+
+@pytest.mark.parametrize(
+    ("actor", "objective"),
+    [
+        ("policy_loss: {loss_mode: geo_mean}", "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
+        ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
+        ("policy_loss: {loss_mode: cispo}", "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
+    ],
+)
+def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, objective: str) -> None:
+    made = convert("verl", f"{{actor_rollout_ref: {{actor: {{{actor}, clip_ratio_low: 0.2, clip_ratio_high: 0.3}}}}}}")[0]
+    result = load_run(None, [f"{name}={made[name]}" for name in made if name.startswith("objective.")]).objective
+    assert result == load_run(None, [f"objective={objective}"]).objective
+
+
+def test_what_other_trainers_optimize_with_is_kept() -> None:
+    verl = convert("verl", "{actor_rollout_ref: {actor: {optim: {lr_scheduler_type: cosine}}}}")[0]
+    assert (verl["optimizer.schedule"], verl["optimizer.betas"]) == ("cosine", [0.9, 0.999])
+    both = convert("verl", "{actor_rollout_ref: {actor: {optim: {warmup_style: cosine, lr_scheduler_type: constant}}}}")[0]
+    assert both["optimizer.schedule"] == "cosine"  # which verl takes
+    unknown = convert("verl", "{actor_rollout_ref: {actor: {optim: {warmup_style: x}}}}")[1]
+    assert any("known are" in sentence for sentence in unknown)
+    assert (
+        convert("verl", "algorithm: {adv_estimator: reinforce_plus_plus_baseline}")[0]["objective.advantage.over"] == "tokens"
+    )
+    adam = "{enabled: true, optimizer: {adam_beta1: 0.9, adam_beta2: 0.999, adam_eps: 1.0e-9}}"
+    nemo, left = convert("nemo-rl", f"policy: {{megatron_cfg: {adam}}}")
+    assert (nemo["optimizer.betas"], nemo["optimizer.eps"]) == ([0.9, 0.999], 1e-9)
+    assert not any("adam" in sentence for sentence in left)
+
+
+@pytest.mark.parametrize(("normalized", "kind", "said"), [("true", "group", True), ("false", "leave_one_out", False)])
+def test_a_baseline_without_the_response_itself_is_kept_or_said(normalized: str, kind: str, said: bool) -> None:
+    made, left = convert("nemo-rl", f"grpo: {{use_leave_one_out_baseline: true, normalize_rewards: {normalized}}}")
+    assert (made["objective.advantage.kind"], made["data.chat_template"]) == (kind, True)
+    assert any("use_leave_one_out_baseline" in sentence for sentence in left) == said
 
 
 @pytest.mark.parametrize(
