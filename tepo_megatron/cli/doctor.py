@@ -205,11 +205,13 @@ def _model_and_data(config: RunConfig) -> Finding:
     left_out = "".join(f"; {notice}" for notice in inputs.left_out)
     advice = ""
     trained = {(problem.prompt, problem.messages) for problem in inputs.train}
-    both = sum((problem.prompt, problem.messages) in trained for problem in inputs.heldout)
+    seen = [("the held-out prompts", inputs.heldout), *((f"the prompts of {item.name}", item.problems) for item in inputs.sets)]
+    shared = [(sum((problem.prompt, problem.messages) in trained for problem in problems), name) for name, problems in seen]
+    both = " and ".join(f"{count} of {name}" for count, name in shared if count)
     if not inputs.heldout and not inputs.sets:
         advice = "nothing is evaluated: give data.heldout to see whether the model gets better"
     elif both and config.environment is None:  # an environment may begin all episodes with one prompt
-        advice = f"{both} of the held-out prompts are trained on, too: take them out of one of the two"
+        advice = f"{both} are trained on, too: take them out of one of the two"
     shown = config.model.path if config.model.path.startswith(BUILTIN) else str(inputs.model_dir)
     return Finding("warn" if advice else "ok", f"{shown}; {counts}{left_out}", advice)
 

@@ -107,6 +107,12 @@ def test_a_folder_with_splits_is_asked_which_and_its_test_split_is_proposed(own:
     assert (training.path, training.split, heldout.path, heldout.split) == ("sums", "train", "sums", "test")
     (check,) = diagnose({"model and data": run_checks(config)["model and data"]})
     assert (check.status, "1 of the held-out prompts are trained on, too" in check.advice) == ("warn", True)
+    config = load_run(
+        own / "run.yaml", ["data.heldout=null", "evaluate.every=5", f"evaluate.sets.again.path={own / 'again.jsonl'}"]
+    )
+    (own / "again.jsonl").write_text('{"question": "10+1=", "answer": "11"}\n{"question": "11+2=", "answer": "13"}\n')
+    (check,) = diagnose({"model and data": run_checks(config)["model and data"]})
+    assert (check.status, check.advice[:47]) == ("warn", "1 of the prompts of again are trained on, too: ")
     words = ["--model", "model", "--train", "sums", "--prompt-column", "question", "--verifier", "exact", "--gpus", "0"]
     refused = invoke("init", *words, "--split", "train", "--heldout-split", "train", "--overwrite", code=1)
     assert "the split train of sums is trained on" in refused.stderr
