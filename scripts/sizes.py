@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_474,
-    "tests, lines": 43_849,
-    "docs and docstrings, words": 109_923,
-    "public classes and functions": 781,
+    "package, lines": 52_701,
+    "tests, lines": 44_489,
+    "docs and docstrings, words": 110_000,
+    "public classes and functions": 782,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
@@ -33,7 +33,7 @@ LIMITS = {
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 0.8,
     "fragments without a verb per 1 000 docstrings": 28,
-    "docstring words per line of code": 0.86,
+    "docstring words per line of code": 0.85,
     "replaced names": 50,
     "lines of documents above 100 characters": 7,
 }
