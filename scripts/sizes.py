@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 52_701,
-    "tests, lines": 44_491,
+    "tests, lines": 44_499,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 782,
     "modules": 273,
