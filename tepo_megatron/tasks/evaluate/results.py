@@ -26,8 +26,15 @@ def interval(figure: str, values: Sequence[float]) -> Interval:
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
-def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: int) -> dict[str, Interval]:
-    """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses."""
+def model_state(folder: Path) -> str:
+    """Digest of the files' names, sizes and times: weights are not read."""
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    stats = [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+    return sha256(repr(stats).encode()).hexdigest()[:16]
+
+
+def write_results(folder: Path, result: SetResult, *, model: Path | str, state: str, seed: int) -> dict[str, Interval]:
+    """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses. ``state``: ``model_state``."""
     folder.mkdir(parents=True, exist_ok=True)
     of, lines, name = result.of, [], result.of.name or "data.heldout"  # no set's name has a dot
     for problem in result.problems:
@@ -38,6 +45,7 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: i
     intervals = {name: interval(name, values) for name, values in result.figures.items()}
     settings = {
         "model": str(model),
+        "model_state": state,
         "problems": len(of.problems),
         "prompts": sha256(repr(of.prompts).encode()).hexdigest()[:16],
         "verifier": of.verifier,
@@ -69,6 +77,12 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
     if len(models) > 1:
         shown = ", ".join(f"{name} of {model}" for model, name in models.items())
         raise ValueError(f"{folder} has results of several models ({shown}); evaluate each into an output folder of its own")
+    states = {item.settings["model_state"]: name for name, item in sets.items() if "model_state" in item.settings}
+    if len(states) > 1:
+        raise ValueError(
+            f"the files of {next(iter(models))} changed between the results in {folder} ({', '.join(states.values())}); "
+            "evaluate all sets again, or into an output folder of its own"
+        )
     return sets
 
 
@@ -140,6 +154,8 @@ def _compare_sets(one: StoredSet, other: StoredSet) -> _SetComparison:
         for name, values in pairs.items()
     }
     settings = {key: (one.settings.get(key), other.settings.get(key)) for key in {**one.settings, **other.settings}}
-    differing = {key: values for key, values in settings.items() if key != "model" and values[0] != values[1]}
+    differing = {
+        key: values for key, values in settings.items() if key not in ("model", "model_state") and values[0] != values[1]
+    }
     left_out = len(set(one.problems) | set(other.problems)) - len(common)
     return _SetComparison(one.name, len(common), left_out, differing, figures)

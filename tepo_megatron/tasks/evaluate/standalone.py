@@ -28,7 +28,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, SetResult, evaluate_all, verifier_pools
-from tepo_megatron.tasks.evaluate.results import RESULTS, write_results
+from tepo_megatron.tasks.evaluate.results import RESULTS, model_state, write_results
 from tepo_megatron.tasks.protocol import Generate
 from tepo_megatron.weights.architecture import read_model_spec
 
@@ -68,12 +68,13 @@ def evaluate_model(
         tokenizer=config.rollout.sampling.needs_tokenizer,
         with_ranks=True,  # not the servers of a training run that starts this
     )
+    state = model_state(folder)  # before the servers read it
     stored = output / "responses.jsonl"
     if not resume:
         stored.unlink(missing_ok=True)
     truncation = truncation_of(config.rollout.sampling)
     served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
-    generate = partial(StoredResponses(stored, fleet.generate, folder, served), **truncation)
+    generate = partial(StoredResponses(stored, fleet.generate, state, served), **truncation)
     with open_task(config, tokenizer, spec) as task:
         of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
@@ -92,7 +93,7 @@ def evaluate_model(
             )
     _write(output, result)
     results = result.sets if result.heldout is None else (*result.sets, result.heldout)
-    written = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in results]
+    written = [write_results(output / RESULTS, item, model=model, state=state, seed=config.seed) for item in results]
     stored.unlink(missing_ok=True)  # the results have them
     if table:
         console = Terminal.of_output()
@@ -168,15 +169,13 @@ _NUMERICS = {"dtype", "head_dtype", "quantization", "speculative", "extra_args"}
 
 class StoredResponses:
     """Draws only responses that the file lacks, with seeds by the prompt's index: the result is the same. Responses of
-    another model or other settings do not count. Log-probs are not stored.
+    another ``model_state`` or other settings do not count. Log-probs are not stored.
     """
 
-    def __init__(self, path: Path, generate: Generate, model: Path, served: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, generate: Generate, model: str, served: Mapping[str, Any]) -> None:
         """Drops an incomplete last line. Raises ValueError for other damage."""
         self._path, self._generate = path, generate
-        files = [(file.name, file.stat()) for file in sorted(model.iterdir()) if file.is_file()]
-        stats = [(name, status.st_size, status.st_mtime_ns) for name, status in files]  # weights are not read
-        self._model = repr((stats, sorted(served.items())))
+        self._model = repr((model, sorted(served.items())))
         self._known = _read(path)
 
     def __call__(self, prompts: list[tuple[int, ...]], **settings: Any) -> list[list[Response]]:

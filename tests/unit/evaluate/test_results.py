@@ -12,7 +12,7 @@ import pytest
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.evaluate.results import compare_results, read_results, write_results
+from tepo_megatron.tasks.evaluate.results import compare_results, model_state, read_results, write_results
 from tepo_megatron.tasks.evaluate.standalone import StoredResponses
 from tests.support.cli import invoke
 from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
@@ -25,7 +25,7 @@ def write(folder: Path, solved: int, *, problems: list[Problem] = PROBLEMS, temp
     of = as_set(problems, samples=2, ks=(2,), temperature=temperature)
     right = [problem.answer if number < solved else "no" for number, problem in enumerate(problems)]
     (result,) = evaluate(Answers([[text, text, "no"] for text in right]), [of]).sets
-    write_results(folder / "eval" / "results", result, model=folder.name, seed=0)
+    write_results(folder / "eval" / "results", result, model=folder.name, state="x", seed=0)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_held_out_problems_are_compared_as_a_set(tmp_path: Path) -> None:
     for name, solved in {"a": 4, "b": 10}.items():
         texts = [problem.answer if number < solved else "no" for number, problem in enumerate(PROBLEMS)]
         result = evaluate(Answers([[text, text] for text in texts]), heldout=PROBLEMS, samples=1).heldout
-        write_results(tmp_path / name / "eval" / "results", result, model=name, seed=0)
+        write_results(tmp_path / name / "eval" / "results", result, model=name, state="x", seed=0)
     (found,) = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)
     assert (found["name"], found["problems"]) == ("data.heldout", 20)
     assert found["figures"]["avg@1"]["difference"]["mean"] == pytest.approx(0.3)
@@ -95,6 +95,13 @@ def test_sets_of_several_models_in_one_folder_are_refused(tmp_path: Path) -> Non
     (folder / "others.json").write_text(json.dumps(summary))
     with pytest.raises(ValueError, match=r"results of several models \(others of another, sums of .*\); evaluate each into"):
         read_results(tmp_path / "a")
+    summary["settings"] |= {"model": "a", "model_state": "y"}
+    (folder / "others.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"the files of a changed between the results in .* \(others, sums\); evaluate all"):
+        read_results(tmp_path / "a")
+    del summary["settings"]["model_state"]  # of an earlier version
+    (folder / "others.json").write_text(json.dumps(summary))
+    assert set(read_results(tmp_path / "a")) == {"sums", "others"}
 
 
 def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
@@ -141,7 +148,9 @@ def model(tmp_path: Path) -> Path:
 def ask(
     path: Path, sampler: Sampler, model: Path, n: int = 2, seed: int = 5, **served: Any
 ) -> list[list[tuple[list[int], str]]]:
-    groups = StoredResponses(path, sampler, model, served)(PROMPTS, n=n, temperature=0.5, max_new_tokens=8, seed=seed)
+    groups = StoredResponses(path, sampler, model_state(model), served)(
+        PROMPTS, n=n, temperature=0.5, max_new_tokens=8, seed=seed
+    )
     return [[(item.response_ids.tolist(), item.finish_reason) for item in group] for group in groups]
 
 
