@@ -116,13 +116,19 @@ class RunLock:
 
     def is_there(self) -> bool:
         """Raises RuntimeError if another run has taken the folder."""
-        holder = self.holder()
+        try:
+            holder = _parse(self._path.read_bytes())
+            is_ours = self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # the disk is away, which is no loss of the folder
         if holder is not None and self._own is not None and holder.token != self._own.token:
             raise RuntimeError(
                 f"output {self._folder} was taken over by {holder}, while this run stood still or could not reach the disk; "
                 "this one stops, and writes there no more"
             )
-        return holder is not None and _is_at(self._fd, self._path)
+        return holder is not None and is_ours
 
     def release(self) -> None:
         if self._fd < 0:

@@ -241,6 +241,18 @@ def test_a_run_notices_that_its_folder_is_gone_or_was_taken_over(tmp_path: Path)
         lock.release()
 
 
+def test_a_disk_that_is_away_is_no_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flock the run would take the lock again, and refuse itself."""
+    lock = RunLock(tmp_path)
+    lock.take()
+    for method in ("read_bytes", "stat"):
+        with monkeypatch.context() as away:
+            away.setattr(Path, method, Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+            assert lock.is_there()
+    lock.release()
+    assert not lock.is_there()
+
+
 @pytest.mark.parametrize(
     ("job", "life", "taken"), [("17", "2", True), ("17", "1", False), ("18", "2", False), ("", "2", False)]
 )
