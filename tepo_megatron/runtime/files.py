@@ -1,14 +1,32 @@
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tepo_megatron.runtime.text import parse_json, valid_text
 
 Failed = Callable[[Path, OSError], None]
+T = TypeVar("T")
+
+_SHORT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK, errno.EAGAIN)
+_PAUSES_S = (1.0, 4.0)
+
+
+def with_retries(read: Callable[[], T]) -> T:
+    """Tries again after errors of a shared disk that can be over in seconds. ``read`` changes nothing."""
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _SHORT_ERRORS:
+                raise
+        time.sleep(pause_s)
+    return read()
 
 
 def partial_path(path: Path) -> Path:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.runtime.files import with_retries
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest, DamagedCheckpoint
 
@@ -43,14 +44,19 @@ def leftovers(parent: Path) -> list[Path]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Reads no shard's contents. Raises DamagedCheckpoint."""
-    if not (folder / MANIFEST).exists():
-        return _read_first_format(folder)
+    try:
+        if not with_retries((folder / MANIFEST).exists):
+            return _read_first_format(folder)
+    except OSError as error:
+        raise DamagedCheckpoint(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
     manifest = CheckpointManifest.read(folder)
     problems = [*manifest.wrong_files().values()] or list(filter(None, [manifest.wrong_content(STATE)]))
     if problems:
         raise DamagedCheckpoint(folder, problems)
     try:
-        state: dict[str, Any] = parse_json((folder / STATE).read_bytes(), STATE)
+        state: dict[str, Any] = parse_json(with_retries((folder / STATE).read_bytes), STATE)
+    except OSError as error:
+        raise DamagedCheckpoint(folder, [f"{STATE} cannot be read: {error.strerror}"]) from None
     except ValueError as error:
         raise DamagedCheckpoint(folder, [str(error)]) from None
     if problems := _wrong_state(state, manifest.step):

@@ -13,10 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.runtime.files import is_file_name, write_atomically
+from tepo_megatron.runtime.files import is_file_name, with_retries, write_atomically
 from tepo_megatron.runtime.text import parse_json, read_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -65,7 +66,7 @@ class CheckpointManifest:
     def read(cls, folder: Path) -> CheckpointManifest:
         """Raises DamagedCheckpoint."""
         try:
-            content = parse_json((folder / MANIFEST).read_bytes(), MANIFEST, dict)
+            content = parse_json(with_retries((folder / MANIFEST).read_bytes), MANIFEST, dict)
             digest = content.pop("sha256")
             if digest != _content_digest(content):
                 raise DamagedCheckpoint(folder, [f"{MANIFEST} was changed since it was written"])
@@ -109,9 +110,12 @@ class CheckpointManifest:
         problems = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
         for name, record in self.files.items():
             try:
-                size = (self.folder / name).stat().st_size
-            except (OSError, ValueError):  # no name of a file either
+                size = with_retries((self.folder / name).stat).st_size
+            except (FileNotFoundError, NotADirectoryError, ValueError):  # no name of a file either
                 problems[name] = f"{name} is missing"
+                continue
+            except OSError as error:
+                problems[name] = f"{name} cannot be read: {error.strerror}"
                 continue
             if size != record.bytes:
                 problems[name] = f"{name} has {size:,} bytes instead of {record.bytes:,}"
@@ -120,9 +124,8 @@ class CheckpointManifest:
     def wrong_content(self, name: str) -> str | None:
         path = self.folder / name
         try:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == self.files[name].sha256:
-                    return None
+            if with_retries(partial(_digest, path)) == self.files[name].sha256:
+                return None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         step = _step_within(path)
@@ -141,6 +144,11 @@ class CheckpointManifest:
 
 def _content_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _step_within(path: Path) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
+from tepo_megatron.runtime import files
 from tepo_megatron.trainer.checkpoint_folder import read_state
 from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint, FileRecord, sampled_digest
 from tepo_megatron.weights.storage.stored import StoredWeights, write_boxes
@@ -51,6 +54,32 @@ def test_damage_is_found_and_named(kind: str, tmp_path: Path) -> None:
     damage(folder, other)
     assert words in find(folder)
     assert CheckpointManifest.read_whole(other).step == 4
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("manifest.json", "read_bytes"), *(("state.json", method) for method in ("stat", "open", "read_bytes"))],
+)
+def test_a_short_error_of_the_disk_is_no_damage(
+    kept: Path, name: str, method: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that stays is named as such, and not as a missing file."""
+    whole, left, pauses = getattr(Path, method), [times], list[float]()
+
+    def failing(path: Path, *args: Any, **settings: Any) -> Any:
+        if path.name == name and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return whole(path, *args, **settings)
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(Path, method, failing)
+    if times == 1:
+        assert read_state(kept)["step"] == CheckpointManifest.read_whole(kept).step == 6
+        assert len(pauses) == 1
+    else:
+        assert f"{name} cannot be read: Stale file handle" in find(kept)
 
 
 @given(file=st.integers(0), bit=st.integers(0))
