@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.base import Section
 from tepo_megatron.config.paths import absolute
-from tepo_megatron.config.reward import AgentConfig, EnvironmentConfig
+from tepo_megatron.config.reward import AgentConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
@@ -32,6 +35,7 @@ _FREE = (
     *(f"environment.agent.{name}" for name in ("port", "key_file", "max_request_mb")),
     *("objective.preset", "objective.plugins"),  # the fields of a preset and the contents of plugins are compared
     *("optimizer.distributed", "optimizer.offload_fraction"),  # where the same Adam computes
+    *("teachers.NAME.threads", "teachers.NAME.server"),
 )
 _RUN = (
     *("seed", "data", "objective", "teachers", "optimizer", "environment"),
@@ -39,7 +43,8 @@ _RUN = (
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.sampling", "rollout.filter_groups"),
     *("rollout.oversample", "rollout.partial", "rollout.truncated", "rollout.overlong", "rollout.replay", "rollout.collect"),
     *("rollout.server.dtype", "rollout.server.head_dtype", "rollout.server.quantization", "rollout.server.speculative"),
-    "rollout.server.extra_args",  # anything may be in them
+    *("teachers.NAME.server.dtype", "teachers.NAME.server.head_dtype", "teachers.NAME.server.quantization"),
+    *("rollout.server.extra_args", "teachers.NAME.server.extra_args"),  # anything may be in them
     *("reward.verifier", "reward.kwargs", "reward.weights", "reward.failed_reward"),
     *("engine.fp8", "engine.moe_balance", "engine.noise_every", "engine.noise_sequences"),  # noise: the objective's tolerance
     *("train.minibatches", "train.epochs_per_batch", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
@@ -49,7 +54,7 @@ KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(_RUN, "run"),
     "model.lora": "architecture",  # a checkpoint has the states of other tensors with it, without it, and of another rank
 }
-"""The longest dotted prefix decides."""
+"""The longest dotted prefix decides; NAME stands for any."""
 
 _OF_RESUMING = ("train.resume", "train.resume_from", "train.allow_change")
 
@@ -126,17 +131,19 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     weights = [] if differences and differences[0].kind == "architecture" else list(_other_weights(saved, current))
     differences += weights
     reported = {*_OF_RESUMING, "model.dtype", *(difference.field for difference in weights)}
-    defaults = RunConfig().model_dump(mode="json")
-    then, now = (run["config"].get("environment") or {} for run in (saved, current))
-    if then and now:
-        if "observations" not in then:  # text had no role then, nor has it without a template or of an agent
-            plain = current["chat_template"] and then["adapter"] != "agent"
-            then = {**then, "observations": "text" if plain else now["observations"]}
-        saved = {**saved, "config": {**saved["config"], "environment": _with_defaults(then)}}
-        current = {**current, "config": {**current["config"], "environment": _with_defaults(now)}}
-    for field, old, new in _differing(saved["config"], current["config"]):
+    fields, now = _written_out(saved["config"]), _written_out(current["config"])
+    with warnings.catch_warnings(action="ignore"):  # given when the run was read
+        config = RunConfig.model_validate(now)
+    environment, other = fields.get("environment"), now["environment"]
+    if environment and other and "observations" not in environment:
+        # text had no role then, nor has it without a template or of an agent
+        plain = current["chat_template"] and environment["adapter"] != "agent"
+        fields["environment"] = {**environment, "observations": "text" if plain else other["observations"]}
+    same = saved.get("teachers", {}).items() & current["teachers"].items()
+    reported |= {f"teachers.{name}.path" for name, digest in same if digest is not None}
+    for field, old, new in _differing(fields, now):
         # A field unknown to the saving version had no effect then, as its default has none now.
-        unknown_then = old is _ABSENT and new == _value(defaults, field)
+        unknown_then = old is _ABSENT and new == _default(config, field)
         if field not in reported and not unknown_then:
             differences.append(Difference(field, old, new, _kind_of(field, current["config"])))
     for name, old, new in _differing(saved["versions"], current["versions"]):
@@ -144,11 +151,27 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     return differences
 
 
-def _with_defaults(environment: Mapping[str, Any]) -> dict[str, Any]:
-    result = EnvironmentConfig.model_construct(name="").model_dump(mode="json") | dict(environment)
-    if result["adapter"] == "agent":
-        result["agent"] = AgentConfig().model_dump(mode="json") | (result["agent"] or {})
+def _written_out(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With the sections that null stands for."""
+    result = dict(fields)
+    if (environment := fields.get("environment")) and environment["adapter"] == "agent":
+        agent = environment.get("agent") or AgentConfig().model_dump(mode="json")
+        result["environment"] = {**environment, "agent": agent}
+    for name, teacher in (fields.get("teachers") or {}).items():
+        if teacher["place"] == "server":
+            server = teacher.get("server") or ServerConfig().model_dump(mode="json")
+            result["teachers"] = {**result["teachers"], name: {**teacher, "server": server}}
     return result
+
+
+def _default(section: Any, field: str) -> Any:
+    """Of the class of the section that is there: a preset's value, or that of another kind, is no default."""
+    *parents, name = field.split(".")
+    for parent in parents:
+        section = section[parent] if isinstance(section, Mapping) else getattr(section, parent)
+    if not isinstance(section, Section):
+        return _ABSENT
+    return type(section).model_construct().model_dump(mode="json").get(name, _ABSENT)
 
 
 def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
@@ -175,6 +198,8 @@ def _kind_of(field: str, config: Mapping[str, Any]) -> _Kind:
     if field == "train.steps" and config["optimizer"]["schedule"] != "constant":
         return "run"
     parts = field.split(".")
+    if parts[0] == "teachers" and len(parts) > 2:
+        parts[1] = "NAME"
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((KINDS[prefix] for prefix in prefixes if prefix in KINDS), "run")
 

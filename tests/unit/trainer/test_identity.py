@@ -222,9 +222,9 @@ def test_adapters_that_a_resumed_run_would_not_read_are_refused(tmp_path: Path) 
         assert "train.allow_change=[model.lora.path]" in text
 
 
-def without(*paths: str) -> dict[str, Any]:
+def without(*paths: str, given: tuple[str, ...] = ()) -> dict[str, Any]:
     """What a version saved that did not know these."""
-    saved = stored()
+    saved = stored(*given)
     for path in paths:
         *sections, name = path.split(".")
         del reduce(lambda section, key: section[key], sections, saved)[name]
@@ -247,6 +247,48 @@ def test_what_the_saving_version_did_not_know_counts_if_it_is_set(
     differences = compare_runs(without(*unknown), described(*overrides))
     assert line in "\n".join(map(str, differences))
     assert (refusal(differences, ()) is not None) == refused
+
+
+def test_where_the_same_teacher_scores_does_not_count(tmp_path: Path) -> None:
+    copies = [changed_model(tmp_path / name) for name in ("a", "b")]
+    taught = ("objective.distill.coefficient=1", "objective.distill.of=top_k")
+    first, moved = ((*taught, f"teachers.a={{path: {copy}, place: server}}") for copy in copies)
+    slower = "teachers.a.server={start_timeout_s: 900, count: 2, gpu_memory_utilization: 0.5}"
+    for same in ((*first, "teachers.a.server={}"), (*moved, "teachers.a.threads=4", slower)):
+        assert refusal(compare(*same, saved=first), ()) is None
+    for field, value in {"dtype": "float32", "extra_args": "[--enforce-eager]"}.items():
+        text = str(refusal(compare(*first, f"teachers.a.server.{field}={value}", saved=first), ()))
+        assert f"train.allow_change=[teachers.a.server.{field}]" in text
+    with_other_weights(copies[1])
+    assert "the weights of teachers, by their digests" in str(refusal(compare(*moved, saved=first), ()))
+
+
+FULL = (
+    *(*LORA, "objective.preset=dppo_tv", "objective.kl.coefficient=0.1", "objective.advantage={kind: whitened}"),
+    *("teachers.a={path: t, place: server, server: {}}", "objective.distill={coefficient: 1, of: top_k}"),
+    *("environment={name: a.py:agent, adapter: agent, agent: {}}", "rollout.filter_groups.max_batches=3"),
+    *("rollout.server.speculative={num_speculative_tokens: 3, prompt_lookup_max: 4}", "evaluate.every=0", "data.heldout=null"),
+)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("model.lora.dropout", "model.lora.serve", "objective.trust_region.cap", "objective.kl.weight", "objective.distill.k"),
+        *("objective.advantage.over", "teachers.a.threads", "environment.max_tokens", "environment.agent.max_request_mb"),
+        *("rollout.filter_groups.reward_range", "rollout.server.speculative.prompt_lookup_min"),
+    ],
+)
+def test_a_default_of_an_optional_section_or_of_another_kind_is_no_difference(field: str) -> None:
+    assert not compare_runs(without(f"config.{field}", given=FULL), described(*FULL))
+
+
+@pytest.mark.parametrize("preset", ["tepo", "grpo", "dapo", "gspo", "dr_grpo"])
+def test_a_run_from_before_scale_had_fixed_bounds(preset: str) -> None:
+    given = (f"objective.preset={preset}", "objective.trust_region={low: 0.02, high: 0.03}")
+    saved = without("config.objective.trust_region.scale", given=given)
+    lines = [str(item) for item in compare_runs(saved, described(*given))]
+    assert lines == ['objective.trust_region.scale: (not known) -> "length"'] * (preset == "tepo")
 
 
 def test_what_another_version_computes_with_is_told_and_let_through() -> None:
