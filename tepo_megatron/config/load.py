@@ -70,11 +70,13 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
     values: Any = None
     paths = FilePaths()
     try:
-        settings = _parse_overrides(overrides, problems)
-        chosen = reduce(merge_sections, [*(content for _, content in files), settings])
+        layers = [*(content for _, content in files), _parse_overrides(overrides, problems)]
+        *contents, settings = layers = _with_kinds(layers, problems)
+        chosen = reduce(merge_sections, layers)
         cluster = chosen.get("cluster")
         if not (isinstance(cluster, Mapping) and cluster.get("ssh")):
-            chosen = reduce(merge_sections, [*(paths.of_file(content, file) for file, content in files), settings])
+            of_files = (paths.of_file(content, file) for (file, _), content in zip(files, contents, strict=True))
+            chosen = reduce(merge_sections, [*of_files, settings])
         defaults = RunConfig().model_dump(mode="json")
         if isinstance(chosen.get("objective"), Mapping) and "preset" in chosen["objective"]:
             with suppress(ValueError), warnings.catch_warnings(action="ignore"):  # validation says why
@@ -93,6 +95,36 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
     if problems:
         raise ConfigError(source, problems)
     return config
+
+
+def _with_kinds(layers: Sequence[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+    """Names the kinds that a layer's preset implies, so that a section of another kind above drops its fields."""
+    preset, below, result = "tepo", dict[str, str](), list(layers)
+    chosen: dict[str, str] = {}  # section → its kind
+    changed: dict[str, str] = {}  # section → a field for the kind of a preset
+    with_objective = [index for index, layer in enumerate(layers) if isinstance(layer.get("objective"), Mapping)]
+    for index in with_objective if len(with_objective) > 1 else ():
+        objective = dict(layers[index]["objective"])
+        preset, sections = objective.get("preset", preset), {}
+        with suppress(ValueError), warnings.catch_warnings(action="ignore"):  # validation says why
+            sections = load_objective(preset).sections
+        kinds = {name: section.kind for name, section in sections.items() if hasattr(section, "kind")} | chosen
+        for key, name in changed.items():
+            if sections and key not in objective and kinds.get(key) != below[key]:
+                problems.append(
+                    f"objective.{key}.{name} was given for the kind {below[key]}, and objective.preset = {preset} has "
+                    f"{kinds.get(key, 'none')}; give objective.{key} beside the preset, or leave {name} out"
+                )
+        below = kinds
+        for key, section in objective.items():
+            if isinstance(section, Mapping) and "kind" in section:
+                chosen[key] = section["kind"]
+                changed.pop(key, None)
+            elif isinstance(section, Mapping) and section and key in kinds:
+                objective[key] = {"kind": kinds[key], **section}
+                changed[key] = next(iter(section))
+        result[index] = {**layers[index], "objective": objective}
+    return result
 
 
 def load_objective(preset: str) -> ObjectiveConfig:

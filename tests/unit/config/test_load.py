@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tepo_megatron.config import DataConfig, RunConfig
-from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
+from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_objective, load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.schema import schema_rows
@@ -142,6 +142,21 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
     assert load_run(path, ["objective.trust_region.kind=none"]).objective.trust_region.model_dump() == {"kind": "none"}
     wider = load_run(path, ["objective.trust_region.high=3", "objective.trust_region.kind=clip_weight"])
     assert wider.objective.trust_region.model_dump() == {"kind": "clip_weight", "low": None, "high": 3.0}
+    # also where the kind is that of a preset
+    tuned = write(tmp_path, "objective: {trust_region: {low: 0.026, high: 0.035}}\n", "tuned.yaml")
+    higher = write(tmp_path, "base: tuned.yaml\nobjective: {trust_region: {kind: clip_weight, high: 3}}\n")
+    for path, overrides in ((tuned, ["objective.trust_region.kind=clip_weight"]), (higher, [])):
+        region = load_run(path, overrides).objective.trust_region.model_dump()
+        assert region == {"kind": "clip_weight", "low": None, "high": 3.0 if path == higher else 4.0}
+    assert load_run(higher, ["objective.trust_region.low=0.5"]).objective.trust_region.model_dump()["low"] == 0.5
+    assert load_run(higher, ["objective.preset=cispo"]).objective.trust_region.model_dump()["high"] == 3
+    for preset, kind in {"cispo": "clip_weight", "gmpo": "log_clip"}.items():
+        (problem,) = problems(tuned, f"objective.preset={preset}")
+        assert problem.startswith(f"objective.trust_region.low was given for the kind clip, and objective.preset = {preset} ")
+        region = load_run(
+            tuned, [f"objective.preset={preset}", "objective.trust_region.high=9"]
+        ).objective.trust_region.model_dump()
+        assert region == {"kind": kind, "low": load_objective(preset).trust_region.model_dump()["low"], "high": 9}
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
