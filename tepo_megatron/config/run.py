@@ -14,6 +14,7 @@ from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sources
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
+from tepo_megatron.config.metric_names import NUMBERED, OF_UPDATES, TRAINING
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import KLMask
@@ -164,13 +165,16 @@ class RunConfig(Section):
             self.environment is not None or ":" in "".join(verifiers) or self.rollout.collect is not None or self.rollout.replay
         )
         any_name = (not names and others) or any(source.verifier_weights for source in self.data.train_sources)
-        known = _TRAINING | _evaluated(self) | {f"reward/{name}" for name in names}
+        known = TRAINING | _evaluated(self) | {f"reward/{name}" for name in names}
         of_updates = field == "train.rollback.metric"  # it is looked at before the step is evaluated and its row is whole
         if of_updates:
-            known = {name for name in known if _OF_UPDATES.fullmatch(name)}
+            known = {name for name in known if OF_UPDATES.fullmatch(name)}
         elif any_name and re.fullmatch(r"reward/\w+", metric):
             return
-        if _NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):
+        for pattern, reason in _never_written(self):
+            if re.match(pattern, metric):
+                yield f"{field} = {metric} is in no row, since {reason}; name another metric"
+        if NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):
             return
         evaluate, measured = self.evaluate, f"{field} = {metric} is measured"
         if metric.startswith("eval/"):
@@ -323,36 +327,6 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
         yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
 
 
-_METRICS = """
-    canary/cache_gap|drift|max_logprob_gap|mean_logprob_gap|p90_logprob_gap|read_back
-    canary/rollouts_max_gap|rollouts_mean_gap|rollouts_worst_group
-    clip/bound_high|bound_low|high|length|low|share|share_q1|share_q2|share_q3|share_q4|slope_high|slope_low
-    distill/agreement|divergence|divergence_q1|divergence_q2|divergence_q3|divergence_q4|mass
-    entropy/delta|delta_masked|delta_unmasked|mean|noise/p50|noise/p90|noise/p99
-    environment/new_histories|restarts|seconds|tokens|tool_errors|turns ess grad_norm
-    groups/carried|carried_in|drawn|dropped|filtered|kept|zero_variance idle/servers|trainer kl/masked|mean|reference log/failed
-    loss lost/resume|rollback|server|skipped lr mask/fraction memory/offloaded_gib|peak_gib mismatch/dropped|kl|weight
-    moe/aux_loss|load_entropy|max_violation|max_violation/worst|replay_differs
-    ratio/max|mean|min|noise/p50|noise/p90|noise/p99|sigma requests/retried response_len/mean|truncated response_tokens
-    reward/failed|mean|overlong|std rollback/count sampling/kept_max|kept_mean sequence_ratio/noise/p50|noise/p90|noise/p99
-    servers/restarts|timeouts staleness/dropped|max|mean|versions
-    time/canary|eval|journal|other|reward|rollout|save_stage|save_waited|save_write|score|step|sync|update tokens/s
-    update/skipped weights_version/max|min
-"""
-_TRAINING = {
-    f"{head}{slash}{name}"
-    for head, slash, names in (item.partition("/") for item in _METRICS.split())
-    for name in names.split("|")
-}
-_OF_UPDATES = re.compile(
-    r"(clip|distill|entropy|kl|mask|mismatch|ratio|sampling)/(?!noise/).+|reward/(mean|std)|response_len/mean|response_tokens"
-    r"|groups/zero_variance|ess|grad_norm|loss|lr|update/skipped"
-)
-_NUMBERED = re.compile(
-    r"source/.+/(divergence|reward|share)|groups/filtered/.+|clip/share_u\d+|moe/layer_\d+/.+|staleness/kl_\d+"
-)
-
-
 def _evaluated(run: RunConfig) -> set[str]:
     def sampled(n: int, ks: Iterable[int], names: Iterable[str]) -> set[str]:
         return {f"avg@{n}", *(f"{name}@{k}" for k in ks for name in names if k > 1 or name == "pass")} if n else set()
@@ -369,6 +343,23 @@ def _evaluated(run: RunConfig) -> set[str]:
         figures |= {"reward_sampled"} if n else set()
         names |= {f"eval/{name}/{figure}" for figure in figures | ({"greedy", "reward_greedy"} if item.greedy else set())}
     return names
+
+
+def _never_written(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields beginnings of metrics as patterns, and why the run has none of them."""
+    objective, replays = run.objective, run.rollout.replay is not None
+    if not objective.needs_reference:
+        yield "kl/reference", "the objective has no reference model"
+    if not run.teachers:
+        yield "distill/|source/.+/divergence", "teachers names none"
+    if objective.mismatch is None:
+        yield "mismatch/(weight|dropped)", "objective.mismatch is null"
+    if not (isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto):
+        yield "clip/(bound|slope|length)", "objective.trust_region has no auto bound"
+    if objective.trust_region.kind == "none":
+        yield "clip/(low|high|share)", "objective.trust_region.kind = none"
+    if replays or not run.rollout.canary.every:
+        yield "canary/", "rollout.replay starts no server" if replays else "rollout.canary.every = 0"
 
 
 _READS_NO_PENALTY = {

@@ -142,8 +142,8 @@ def _keys_written(node: ast.AST) -> list[str]:
 def test_every_metric_may_be_named_and_a_misspelt_one_is_refused_with_its_name() -> None:
     run = RunConfig()
     for name in sorted(set(metrics_in_code()) - {"step"}):
-        assert list(run.metric_faults("field", name)) == []
-        (fault,) = run.metric_faults("field", f"{name}x")
+        assert not [fault for fault in run.metric_faults("field", name) if "is in no row, since" not in fault]
+        *_, fault = run.metric_faults("field", f"{name}x")
         assert f"field = {name}x is no metric of this run; did you mean {name.replace('@k', '@')}" in fault
 
 

@@ -101,6 +101,24 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
             for name in AFTER_UPDATES
         ),
         (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], r"did you mean accuracy/avg@4\?"),
+        *(
+            ([*ROLLBACK[1:], "train.save_every=1", f"train.rollback.metric={metric}"], f"{metric} is in no row, since {reason}")
+            for metric, reason in {
+                "kl/reference": "the objective has no reference model",
+                "distill/divergence": "teachers names none",
+                "source/a/divergence": "teachers names none",
+                "mismatch/weight": r"objective\.mismatch is null",
+                "clip/bound_low": r"objective\.trust_region has no auto bound",
+            }.items()
+        ),
+        (
+            ["objective.trust_region.kind=none", "train.callbacks=[{callback: early_stopping, kwargs: {metric: clip/share}}]"],
+            r"clip/share is in no row, since objective\.trust_region\.kind = none",
+        ),
+        (
+            ["rollout.canary.every=0", "train.callbacks=[{callback: early_stopping, kwargs: {metric: canary/drift}}]"],
+            r"canary/drift is in no row, since rollout\.canary\.every = 0",
+        ),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
         (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
