@@ -443,14 +443,16 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
             f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} lets "
             f"older weights draw the rollouts, which preset {run.objective.preset} does not correct; {remedy}"
         )
-    dtype, bfloat16 = server.served_dtype(run.dtype()), "set rollout.server.dtype = bfloat16"
-    if server.head_dtype == dtype:
-        head = f"rollout.server.head_dtype = {server.head_dtype}"
-        yield f"{head} does nothing for servers in {dtype}; leave it out, or {bfloat16}"
-    quantization = f"rollout.server.quantization = {server.quantization}"
-    if server.quantization != "none" and dtype != "bfloat16":
-        yield f"{quantization} takes servers in bfloat16, not {dtype}; {bfloat16}"
+    servers = {"rollout.server": server}
+    servers |= {f"teachers.{name}.server": item.served for name, item in run.teachers.items() if item.place == "server"}
+    for field, item in servers.items():
+        dtype, bfloat16 = item.served_dtype(run.dtype()), f"set {field}.dtype = bfloat16"
+        if item.head_dtype == dtype:
+            yield f"{field}.head_dtype = {item.head_dtype} does nothing for servers in {dtype}; leave it out, or {bfloat16}"
+        if item.quantization != "none" and dtype != "bfloat16":
+            yield f"{field}.quantization = {item.quantization} takes servers in bfloat16, not {dtype}; {bfloat16}"
     if server.quantization != "none" and uncorrected:
+        quantization = f"rollout.server.quantization = {server.quantization}"
         yield f"{quantization} samples from another distribution, which biases the gradient; {remedy}"
 
 

@@ -45,6 +45,10 @@ class TeacherConfig(Section):
             yield "server is for a teacher with place = server; set that, or leave server out"
         if self.served.placement == "colocated":
             yield "server.placement = colocated takes turns with the trainer, and a teacher scores meanwhile; set another"
+        for name, value in self.served._changed("transfer", "transport", "transfer_timeout_s", "routing_replay").items():
+            yield f"server.{name} = {value} is for the policy's servers, which get its weights; leave it out"
+        if self.served.load_format == "dummy":
+            yield "server.load_format = dummy: no update would ever bring a teacher's weights; leave it out"
         yield from self._idle(["threads"], "place", "server")
 
     @staticmethod

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.run.output.resume import Resumed, resumes
 from tepo_megatron.run.step.placement import Placement
@@ -35,11 +36,9 @@ class RunSubject(Placement):
     def spec(self) -> ModelSpec:
         return read_model_spec(self.model_dir)
 
-    @property
-    def teacher_folders(self) -> dict[str, Path]:
-        """Of those on the trainer's ranks."""
+    def folders_of_teachers(self, place: str) -> dict[str, Path]:
         named = self.config.teachers.items()
-        return {name: resolve_model_path(teacher.path) for name, teacher in named if teacher.place == "ranks"}
+        return {name: resolve_model_path(teacher.path) for name, teacher in named if teacher.place == place}
 
     @property
     def samples(self) -> bool:
@@ -68,7 +67,7 @@ def check_model(config: RunConfig, *, machine: bool = True) -> Path:
 
 
 def _check_trainer(run: RunSubject) -> None:
-    teachers = {name: read_model_spec(folder) for name, folder in run.teacher_folders.items()}
+    teachers = {name: read_model_spec(folder) for name, folder in run.folders_of_teachers("ranks").items()}
     trainer_kind().check_config(run.config, run.spec, on_gpu=run.on_gpus, teachers=teachers)
 
 
@@ -94,6 +93,27 @@ def _check_lora(run: RunSubject) -> None:
         )
     if lora.path is not None:
         check_peft_folder(lora.path, expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
+
+
+def _check_split(run: RunSubject) -> None:
+    sampler_spec().check_model(run.server, run.spec)
+    for name, folder in run.folders_of_teachers("server").items():
+        _of_teacher(name, sampler_spec().check_model, run.config.teachers[name].served, folder)
+
+
+def _check_server_machine(run: RunSubject) -> None:
+    if run.server.placement != "external":
+        sampler_spec().check_machine(run.server, run.spec)
+    for name, folder in run.folders_of_teachers("server").items():
+        if run.config.teachers[name].served.placement != "external":
+            _of_teacher(name, sampler_spec().check_machine, run.config.teachers[name].served, folder)
+
+
+def _of_teacher(name: str, check: Callable[[ServerConfig, ModelSpec], None], server: ServerConfig, folder: Path) -> None:
+    try:
+        check(server, read_model_spec(folder))
+    except ValueError as error:
+        raise ValueError(f"teachers.{name}: {str(error).replace('rollout.server.', f'teachers.{name}.server.')}") from error
 
 
 def _check_length(run: RunSubject) -> None:
@@ -142,19 +162,14 @@ RUN_CHECKS: tuple[_NamedCheck, ...] = (
     _NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
     _NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     _NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
-    _NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),
+    _NamedCheck("server split", _check_split, _MODEL, lambda run: run.samples),
     _NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
     _NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
     _NamedCheck(
         "fused head", _check_head, _MODEL, lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings
     ),
     _NamedCheck("memory", lambda run: run.check_memory(run.spec), _MODEL | _TRAINER),
-    _NamedCheck(
-        "server machine",
-        lambda run: sampler_spec().check_machine(run.server, run.spec),
-        _MODEL | {SERVER_MACHINE},
-        lambda run: run.samples and run.server.placement != "external",
-    ),
+    _NamedCheck("server machine", _check_server_machine, _MODEL | {SERVER_MACHINE}, lambda run: run.samples),
     _NamedCheck(
         "loggers",
         lambda run: Loggers.check_installed(run.config.log),

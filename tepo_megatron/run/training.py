@@ -72,7 +72,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
     # Megatron-Core takes seconds to import; the servers start meanwhile.
-    teachers, shares_gpus = RunSubject(config, this_machine()).teacher_folders, config.is_colocated
+    teachers, shares_gpus = RunSubject(config, this_machine()).folders_of_teachers("ranks"), config.is_colocated
     engine = trainer_kind().make_trainer(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
     stack.push(partial(_close, engine))
     stack.push(report_before_leaving)

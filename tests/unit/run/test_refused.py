@@ -33,6 +33,7 @@ FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
 FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
 FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
 SET = "evaluate.sets.s={path: x, majority: none}"
+TAUGHT = ["model.dtype=float32", "objective.distill={coefficient: 1, of: top_k}", "teachers.a={path: x, place: server}"]
 LONG = "{max_tokens: 16, buffer_tokens: 8}"
 AFTER_UPDATES = (
     *("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss"),
@@ -118,6 +119,17 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (
             ["rollout.canary.every=0", "train.callbacks=[{callback: early_stopping, kwargs: {metric: canary/drift}}]"],
             r"canary/drift is in no row, since rollout\.canary\.every = 0",
+        ),
+        # servers of teachers
+        *(
+            ([*TAUGHT, f"teachers.a.server={{{given}}}"], sentence)
+            for given, sentence in {
+                "load_format: dummy": r"teachers\.a: server\.load_format = dummy: no update would ever bring",
+                "transfer: gather": r"server\.transfer = gather is for the policy's servers",
+                "routing_replay: true": r"server\.routing_replay = True is for the policy's servers",
+                "head_dtype: float32": r"teachers\.a\.server\.head_dtype = float32 does nothing for servers in float32",
+                "quantization: fp8_per_block": r"teachers\.a\.server\.quantization = fp8_per_block takes servers in bfloat16",
+            }.items()
         ),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),

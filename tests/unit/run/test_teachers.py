@@ -297,3 +297,6 @@ def test_a_teacher_with_another_vocabulary_is_refused(teacher: Path, tmp_path: P
         checks.check_model(config)
     with pytest.raises(ValueError, match=r"teachers\.big is split as the policy is: .*tp = 8.*place = server"):
         checks.check_model(load_run(TINY, [f"teachers.big.path={teacher}", "engine.parallel.tp=8", "objective.distill.of=all"]))
+    served = ["objective.distill.of=top_k", f"teachers.big={{path: {teacher}, place: server, server: {{tp: 3}}}}"]
+    with pytest.raises(ValueError, match=r"teachers\.big: teachers\.big\.server\.tp = 3 does not fit this model: "):
+        checks.check_model(load_run(TINY, [*served, f"output={tmp_path / 'out'}"]))
