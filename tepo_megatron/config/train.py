@@ -111,10 +111,10 @@ class TrainConfig(Section):
     early_stopping, kwargs: {patience: 3}}`` (docs/guides/from-python.md).
     """
 
-    grace_s: PositiveFloat = 60.0
+    grace_s: Seconds = 60.0
     """Seconds from SIGTERM to the end, with a checkpoint. At most the time before SIGKILL (Slurm: KillWait, GraceTime)."""
 
-    warning_s: PositiveFloat = 300.0
+    warning_s: Seconds = 300.0
     """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests half a minute earlier."""
 
     rollback: _RollbackConfig | None = None

@@ -131,6 +131,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
                 "quantization: fp8_per_block": r"teachers\.a\.server\.quantization = fp8_per_block takes servers in bfloat16",
             }.items()
         ),
+        (["train.grace_s=1e10"], r"train\.grace_s: got 10000000000\.0"),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
         (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
