@@ -316,8 +316,9 @@ class EvaluateConfig(Section):
         every = self.every_of(name)
         return bool(every) and (step % every == 0 or step == last_step)
 
-    def any_due(self, step: int, last_step: int) -> bool:
-        return any(self.is_due(name, step, last_step) for name in (None, *self.sets))
+    def any_due(self, step: int, last_step: int, *, heldout: bool) -> bool:
+        names = (*([None] if heldout else []), *self.sets)
+        return any(self.is_due(name, step, last_step) for name in names)
 
     def _faults(self) -> Iterator[str]:
         for name, item in self.sets.items():

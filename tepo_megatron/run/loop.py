@@ -170,7 +170,7 @@ class Loop:
         self.engine.onload()
 
     def evaluate(self) -> None:
-        if self.config.evaluate.any_due(self.step, self.config.train.steps):
+        if self.config.evaluate.any_due(self.step, self.config.train.steps, heldout=self.config.data.heldout is not None):
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
     def save_if_due(self) -> None:

@@ -265,6 +265,9 @@ def test_without_held_out_problems_nothing_is_evaluated_and_that_is_said(given: 
         assert load_run(write(tmp_path, dump_resolved(config))) == absolute(config)
     with pytest.warns(UserWarning, match="nothing is evaluated"):  # a section that a program built
         assert RunConfig(data=DataConfig(train="mine.jsonl")).evaluate.every == 0
+    sets = load_run(None, ["data.heldout=null", "evaluate.sets.s={path: x, every: 7}"]).evaluate
+    assert [step for step in range(30) if sets.any_due(step, 29, heldout=False)] == [0, 7, 14, 21, 28, 29]
+    assert sets.any_due(10, 29, heldout=True)
 
 
 def test_ones_own_model_is_not_trained_on_sums_by_an_oversight() -> None:
