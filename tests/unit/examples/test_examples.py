@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -214,17 +215,18 @@ def test_programs_of_stack_machine_are_run_and_several_are_right(tmp_path: Path,
 @pytest.mark.learns
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("example", "begins_below", "ends_at", "gain"), [("own_objective", 1.0, 0.0, 0.2), ("stack_machine", 0.75, 0.85, 0.1)]
+    ("example", "begins_below", "ends_at", "gain", "last"),
+    [("own_objective", 1.0, 0.0, 0.2, 2), ("stack_machine", 0.75, 0.85, 0.1, 1)],
 )
 def test_examples_learn_what_their_readmes_say(
-    example: str, begins_below: float, ends_at: float, gain: float, tmp_path: Path
+    example: str, begins_below: float, ends_at: float, gain: float, last: int, tmp_path: Path
 ) -> None:
-    """Held-out problems, greedily; minutes, on two cores."""
+    """Held-out problems, greedily, by the mean of the last evaluations; minutes, on two cores."""
     tepo("train", f"examples/{example}/run.yaml", f"output={tmp_path}/out", timeout_s=7000)
     assert_none_names(tmp_path / "out")
     greedy = greedy_accuracies(tmp_path / "out")
     assert greedy[0] < begins_below
-    assert greedy[-1] >= max(ends_at, greedy[0] + gain)
+    assert fmean(greedy[-last:]) >= max(ends_at, greedy[0] + gain)
 
 
 KIT = Path(__file__).parents[3] / "examples/paper"
