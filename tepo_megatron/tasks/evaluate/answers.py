@@ -116,8 +116,8 @@ def _final_answer(text: str, verifier: str) -> str | None:
         boxed = _last_boxed(text)
         if boxed is not None:
             return _normalised(boxed)
-        announced = [text[match.end() :].split("\n")[0] for match in _ANNOUNCED.finditer(text)]
-        if announced and (last := _normalised(announced[-1])):
+        *_, announced = (None, *_ANNOUNCED.finditer(text))
+        if announced and (last := _normalised(text[announced.end() :].partition("\n")[0])):
             return last
     if verifier in ("last_number", "math"):
         number = last_number_in(text)
@@ -127,13 +127,14 @@ def _final_answer(text: str, verifier: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for index in range(start, len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if not depth:
-                return text[start:index]
-    return None
+    opened: list[int] = []  # where boxes begin; 0: another brace
+    last, result = 0, None
+    for match in re.finditer(r"\\f?boxed\s*\{|[{}]", text):
+        if match[0] != "}":
+            opened.append(match.end() if len(match[0]) > 1 else 0)
+        elif opened and (start := opened.pop()) > last:
+            last, result = start, text[start : match.start()]
+    return result
 
 
 def _normalised(text: str) -> str | None:
