@@ -255,7 +255,8 @@ def _misjudged(config: RunConfig, task: Task, problems: Sequence[Problem]) -> st
     wrong = [next((other.answer for other in problems if other.answer != problem.answer), None) for problem in tried]
     answers = [(problem, problem.answer, True) for problem in tried]
     answers += [(problem, text, False) for problem, text in zip(tried, wrong, strict=True) if text is not None]
-    RewardResult.check_component("evaluate.correct", of.correct, task.components)
+    for problem in tried:
+        RewardResult.check_component("evaluate.correct", of.correct, task.components_of(problem))
     results = task.score([(problem, text) for problem, text, _ in answers])
     for (problem, text, right), result in zip(answers, results, strict=True):
         if result.error is None and result.is_correct(of.correct_at, of.correct) != right:

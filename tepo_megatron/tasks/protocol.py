@@ -75,6 +75,9 @@ class Task(Protocol):
 
     components: Sequence[str] | None = None  # of every reward, empty for numbers; None: unknown, or they differ
 
+    def components_of(self, problem: Problem) -> Sequence[str] | None:
+        return self.components
+
     @property
     def scores_groups(self) -> bool: ...
 

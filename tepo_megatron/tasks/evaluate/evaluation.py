@@ -33,8 +33,8 @@ def verifier_pools(
     score its set, or if it is open which component decides.
     """
     pools: dict[str | None, Task] = {None: task, task.verifier: task}
-    if heldout:
-        RewardResult.check_component("evaluate.correct", config.evaluate.correct, task.components)
+    for problem in heldout:
+        RewardResult.check_component("evaluate.correct", config.evaluate.correct, task.components_of(problem))
     with ExitStack() as opened:
         for of in sets:
             if of.verifier not in pools:
@@ -44,7 +44,8 @@ def verifier_pools(
                     pool.rehearse(of.problems)
                 except ValueError as error:
                     raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
-            RewardResult.check_component(of.correct_field, of.correct, pools[of.verifier].components)
+            for problem in of.problems:
+                RewardResult.check_component(of.correct_field, of.correct, pools[of.verifier].components_of(problem))
         yield pools
 
 

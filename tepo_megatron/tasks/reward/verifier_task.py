@@ -50,9 +50,8 @@ class VerifierTask(Task):
     def verifier(self) -> str | None:
         return self._reward.verifier
 
-    @property
-    def components(self) -> Sequence[str] | None:  # type: ignore[override]
-        return self._pools[0].components if len(self._pools) == 1 else None
+    def components_of(self, problem: Problem) -> Sequence[str] | None:
+        return self._pool_of(problem).components
 
     @property
     def scores_groups(self) -> bool:

@@ -277,7 +277,7 @@ def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunCo
         for step in range(8):
             done = evaluate_both(config, PROBLEMS, sets, generate, step=step, pools=pools)
             seen[step] = done.metrics
-            assert config.evaluate.any_due(step, 7) == bool(done.metrics)
+            assert config.evaluate.any_due(step, 7, heldout=True) == bool(done.metrics)
     assert {step for step, row in seen.items() if "accuracy/greedy" in row} == {0, 2, 4, 6, 7}
     assert {step for step, row in seen.items() if "eval/sums/greedy" in row} == {0, 2, 4, 6, 7}
     assert {step for step, row in seen.items() if "eval/words/avg@1" in row} == {0, 3, 6, 7}
@@ -326,6 +326,24 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
                 assert (result.metrics["eval/sums/avg@2"], result.metrics["eval/sums/maj@2"]) == (0.5, 0.5)
             with pytest.raises(ValueError, match=why) if why and not of_own else nullcontext():
                 evaluate_both(config, PROBLEMS, [], generate, pools={None: task})
+
+
+def test_the_component_is_one_of_every_verifier(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(
+        "def right(problem, response):\n    return {'right': 1, 'form': 1}\n"
+        "def style(problem, response):\n    return {'ok': 1, 'style': 1}\n"
+    )
+    (tmp_path / "own.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    names = ("right", "style")
+    sources = [{"path": f"{tmp_path}/own.jsonl", "name": name, "verifier": f"{tmp_path}/parts.py:{name}"} for name in names]
+    config = RunConfig.model_validate({"data": {"train": sources, "heldout": sources}, "evaluate": {"correct": "right"}})
+    problems = [Problem(name, "1+1=", "2", source=name) for name in names]
+    with VerifierTask(config.reward, config.data) as task:
+        task.rehearse(problems)
+        with pytest.raises(ValueError, match="correct = right names no component of the reward, which has ok, style"):
+            verifier_pools(config, [], task, problems).__enter__()
+        with verifier_pools(config, [], task, problems[:1]):
+            pass
 
 
 def test_sets_are_enough_to_evaluate_on(tmp_path: Path) -> None:
