@@ -75,14 +75,33 @@ def test_a_program_reads_and_writes_its_folder_alone(base: Path) -> None:
     assert (key.read_text(), os.listdir(base)) == ("secret", ["key"])
 
 
+@pytest.fixture
+def other() -> Iterator[int]:
+    """Is a process that programs' user may signal and limit."""
+    identity = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
+    process = subprocess.Popen(["sleep", "600"], **identity)  # type: ignore[call-overload]
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.skipif(LANDLOCK < 6, reason="this kernel's Landlock has no scopes of signals")
-def test_a_program_signals_no_process_of_its_user() -> None:
-    other = subprocess.Popen(["sleep", "600"], user=NOBODY if os.geteuid() == 0 else None)
-    try:
-        assert printed(TRIED.format(f"import os; os.kill({other.pid}, 9)")) == "PermissionError"
-    finally:
-        other.kill()
-        other.wait()
+def test_a_program_signals_no_process_of_its_user(other: int) -> None:
+    assert printed(TRIED.format(f"import os; os.kill({other}, 9)")) == "PermissionError"
+
+
+@pytest.mark.parametrize("options", [(), ("no landlock",)])
+def test_a_program_limits_no_process_of_its_user(other: int, options: tuple[str, ...]) -> None:
+    attempts = (
+        f"import os, resource; resource.prlimit({other}, resource.RLIMIT_CPU)",
+        f"os.sched_setaffinity({other}, [0])",
+        f"os.sched_setscheduler({other}, os.SCHED_BATCH, os.sched_param(0))",
+        f"os.sched_setparam({other}, os.sched_param(0))",
+        f"os.setpriority(os.PRIO_PROCESS, {other}, 19)",
+    )
+    last = "\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9)); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    answers = printed("".join(map(TRIED.format, attempts)) + last, *options).splitlines()
+    assert answers == ["PermissionError"] * len(attempts) + ["(9, 9)"]
 
 
 @pytest.mark.parametrize("options", [(), ("no landlock",)])
