@@ -160,9 +160,10 @@ _PDEATHSIG, _KEEPCAPS, _GET_SECCOMP, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 1, 
 _READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
 _MACHINES = {
     # AUDIT_ARCH, prctl, clone, prlimit64; ptrace, open_by_handle_at, clone3, fork, vfork;
-    # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, setpriority, ioprio_set
-    "x86_64": (0xC000003E, 157, 56, 302, (101, 304, 435, 57, 58), (203, 144, 142, 314, 141, 251)),
-    "aarch64": (0xC00000B7, 167, 220, 261, (117, 265, 435), (122, 119, 118, 274, 140, 30)),
+    # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, setpriority, ioprio_set,
+    # shmget, msgget, semget, mq_open
+    "x86_64": (0xC000003E, 157, 56, 302, (101, 304, 435, 57, 58), (203, 144, 142, 314, 141, 251, 29, 68, 64, 240)),
+    "aarch64": (0xC00000B7, 167, 220, 261, (117, 265, 435), (122, 119, 118, 274, 140, 30, 194, 186, 190, 180)),
 }
 _PYTHON = (sys.executable, "-I", "-S")
 """Has neither this package's folders nor the user's variables, and the standard library alone."""
@@ -267,7 +268,9 @@ def _library_folders() -> list[str]:
 
 
 def _filter() -> bytes | None:
-    """Returns seccomp's program: no new process, no change of another's limits or of the signal at the parent's death."""
+    """Returns seccomp's program: no new process, no memory that outlives it, no change of another's limits or of the
+    signal at the parent's death.
+    """
     if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return None
     architecture, prctl, clone, prlimit, missing, forbidden = _MACHINES[platform.machine()]

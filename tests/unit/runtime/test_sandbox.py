@@ -111,6 +111,19 @@ def test_a_program_starts_no_process_and_has_no_power_of_root(options: tuple[str
     assert printed("print('runs')", *options) == "runs"
 
 
+@pytest.mark.parametrize("options", [(), ("no landlock",)])
+def test_a_program_leaves_no_memory_behind(options: tuple[str, ...]) -> None:
+    """Key 0 is ``IPC_PRIVATE``: only the numbers that the calls return name the objects."""
+    program = """
+import ctypes, os
+libc, librt = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("librt.so.1", use_errno=True)
+for call in (lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.msgget(0, 0o1600), lambda: libc.semget(0, 1, 0o1600),
+             lambda: librt.mq_open(b"/tepo", os.O_CREAT | os.O_RDWR, 0o600, None)):
+    print(call() >= 0 or os.strerror(ctypes.get_errno()))
+"""
+    assert printed(program, *options).splitlines() == ["Operation not permitted"] * 4
+
+
 KEEPS_ON = """
 import ctypes, time
 ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG
