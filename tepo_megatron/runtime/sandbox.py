@@ -158,12 +158,30 @@ _NOBODY = 65534
 _KERNEL = ctypes.CDLL(None, use_errno=True)
 _PDEATHSIG, _KEEPCAPS, _GET_SECCOMP, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 1, 8, 21, 22, 38, 47  # prctl(2)
 _READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
-_MACHINES = {
-    # AUDIT_ARCH, prctl, clone, prlimit64; ptrace, open_by_handle_at, clone3, fork, vfork;
+_MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] = {
+    # AUDIT_ARCH; prctl, clone, prlimit64, socketpair; then by error:
+    # ptrace, open_by_handle_at, clone3, fork, vfork
     # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, setpriority, ioprio_set,
-    # shmget, msgget, semget, mq_open
-    "x86_64": (0xC000003E, 157, 56, 302, (101, 304, 435, 57, 58), (203, 144, 142, 314, 141, 251, 29, 68, 64, 240)),
-    "aarch64": (0xC00000B7, 167, 220, 261, (117, 265, 435), (122, 119, 118, 274, 140, 30, 194, 186, 190, 180)),
+    # shmget, msgget, semget, mq_open, io_uring_setup
+    # socket, connect
+    "x86_64": (
+        0xC000003E,
+        (157, 56, 302, 53),
+        {
+            errno.ENOSYS: (101, 304, 435, 57, 58),  # the C library then tries another call
+            errno.EPERM: (203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425),
+            errno.ENETUNREACH: (41, 42),
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (167, 220, 261, 199),
+        {
+            errno.ENOSYS: (117, 265, 435),
+            errno.EPERM: (122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425),
+            errno.ENETUNREACH: (198, 203),
+        },
+    ),
 }
 _PYTHON = (sys.executable, "-I", "-S")
 """Has neither this package's folders nor the user's variables, and the standard library alone."""
@@ -268,29 +286,29 @@ def _library_folders() -> list[str]:
 
 
 def _filter() -> bytes | None:
-    """Returns seccomp's program: no new process, no memory that outlives it, no change of another's limits or of the
-    signal at the parent's death.
+    """Returns seccomp's program: no new process or socket, no memory that outlives it, no change of another's limits or of
+    the signal at the parent's death.
     """
     if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return None
-    architecture, prctl, clone, prlimit, missing, forbidden = _MACHINES[platform.machine()]
+    architecture, (prctl, clone, prlimit, socketpair), refused = _MACHINES[platform.machine()]
     load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000
-    absent = refuse | errno.ENOSYS  # the C library then tries another call
     program = [
         *((load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, 0x80000000), (load, 0, 0, 0)),
-        *((at_least, 0, 1, 0x40000000), (end, 0, 0, absent)),  # x32
+        *((at_least, 0, 1, 0x40000000), (end, 0, 0, refuse | errno.ENOSYS)),  # x32
     ]
-    for numbers, answer in ((missing, absent), (forbidden, refuse | errno.EPERM)):
+    for error, numbers in refused.items():
         for number in numbers:
-            program += [(equal, 0, 1, number), (end, 0, 0, answer)]
-    for number, argument, (test, if_true, if_false, value), answer in (
-        (prctl, 0, (equal, 1, 0, _PDEATHSIG), absent),
-        (clone, 0, (has_bits, 0, 1, 0x10000), absent),  # a thread
-        (prlimit, 0, (equal, 0, 1, 0), refuse | errno.EPERM),  # itself
+            program += [(equal, 0, 1, number), (end, 0, 0, refuse | error)]
+    for number, argument, (test, if_true, if_false, value), error in (
+        (prctl, 0, (equal, 1, 0, _PDEATHSIG), errno.ENOSYS),
+        (clone, 0, (has_bits, 0, 1, 0x10000), errno.ENOSYS),  # a thread
+        (prlimit, 0, (equal, 0, 1, 0), errno.EPERM),  # itself
+        (socketpair, 1, (has_bits, 1, 0, 2), errno.EPERM),  # datagrams could go to any socket
     ):  # the kernel too reads only the lower half of these arguments
-        checks = [(load, 0, 0, 16 + 8 * argument), (test, if_true, if_false, value), (end, 0, 0, allow), (end, 0, 0, answer)]
-        program += [(equal, 0, len(checks), number), *checks]
+        checks = [(load, 0, 0, 16 + 8 * argument), (test, if_true, if_false, value), (end, 0, 0, allow)]
+        program += [(equal, 0, len(checks) + 1, number), *checks, (end, 0, 0, refuse | error)]
     program.append((end, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 

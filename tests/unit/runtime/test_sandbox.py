@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,36 @@ for call in (lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.msgget(0, 0o1600
     print(call() >= 0 or os.strerror(ctypes.get_errno()))
 """
     assert printed(program, *options).splitlines() == ["Operation not permitted"] * 4
+
+
+@pytest.mark.parametrize("options", [(), ("no landlock",)])
+def test_a_program_reaches_no_socket_of_another(base: Path, options: tuple[str, ...]) -> None:
+    """A socket that is a file belongs to no network: the bus of systemd, an agent of SSH, Docker."""
+    program = """
+import asyncio, ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def io_uring():
+    if libc.syscall(425, 1, ctypes.create_string_buffer(120)) < 0:
+        raise OSError(ctypes.get_errno(), "")
+async def echo():
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"own")
+    print((await asyncio.get_running_loop().sock_recv(theirs, 9)).decode())
+for kind in socket.SOCK_DGRAM, socket.SOCK_RAW:
+    try:
+        print(socket.socketpair(type=kind)[0].sendto(b"to all", "{base}/datagrams"))
+    except PermissionError:
+        print("refused")
+"""
+    attempts = f"socket.socket(socket.AF_UNIX).connect('{base}/stream')", "io_uring()"
+    program = program.replace("{base}", str(base)) + "".join(map(TRIED.format, attempts))
+    with socket.socket(socket.AF_UNIX) as stream, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+        for item, name in (stream, "stream"), (datagrams, "datagrams"):
+            item.bind(str(base / name))
+            os.chmod(base / name, 0o777)
+        stream.listen()
+        answers = printed(f"{program}\nasyncio.run(asyncio.wait_for(echo(), 60))", *options).splitlines()
+    assert answers == ["refused", "refused", "OSError", "PermissionError", "own"]
 
 
 KEEPS_ON = """
