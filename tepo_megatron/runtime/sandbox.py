@@ -25,18 +25,21 @@ from tepo_megatron.runtime.supervise import folder_name, remove_tree, temporary_
 from tepo_megatron.runtime.worker_child import time_limit
 
 _MOST_PRINTED = 4 * 2**20
+_LARGEST_FILE = 10**7
+_MOST_WRITTEN, _MOST_FILES = 10 * _LARGEST_FILE, 5000
+_LOOK_S = 0.25
 
 _ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 """``HOME`` and ``TMPDIR`` are added."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ran:
     """Has first and last bytes of output, and the exit status or the limit that ended the program."""
 
-    head: bytes
-    tail: bytes
-    status: int | None
+    head: bytes = b""
+    tail: bytes = b""
+    status: int | None = None
     limit: str | None = None
 
 
@@ -65,18 +68,21 @@ class Sandbox:
             # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
             printed, write_end = await stack.enter_async_context(_read_end())
             ends = [stack.enter_context(end) for end in socket.socketpair()] if partner else []
+            folders = []
             if partner:
-                await stack.enter_async_context(self._started(partner, b"", None, ends[1:]))
-            process = await stack.enter_async_context(self._started(arguments, given, write_end, ends[:1]))
+                _, folder = await stack.enter_async_context(self._started(partner, b"", None, ends[1:]))
+                folders.append(folder)
+            process, folder = await stack.enter_async_context(self._started(arguments, given, write_end, ends[:1]))
+            folders.append(folder)
             write_end.close()
             for end in ends:
                 end.close()
-            return await self._read(process, printed, kept)
+            return await self._watch(process, printed, kept, folders)
 
     @asynccontextmanager
     async def _started(
         self, arguments: Sequence[str], given: bytes, stdout: BinaryIO | None, ends: Sequence[socket.socket]
-    ) -> AsyncIterator[asyncio.subprocess.Process]:
+    ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
         descriptors = [end.fileno() for end in ends]
         with _confined([path for path in arguments[:1] if path != "-c"]) as (folder, confine):
             with tempfile.TemporaryFile() as stdin:
@@ -96,32 +102,48 @@ class Sandbox:
                     preexec_fn=lambda: self._limit(confine),
                 )
             try:
-                yield process
+                yield process, folder
             finally:
                 with suppress(ProcessLookupError):  # also what it has started
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
 
-    async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, kept: int) -> _Ran:
-        head, tail, printed = b"", b"", 0
+    async def _watch(
+        self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, most: int, folders: Sequence[str]
+    ) -> _Ran:
+        ran = _Ran()
+        reading = asyncio.create_task(self._read(process, stdout, most, ran))
+        try:
+            while not (await asyncio.wait([reading], timeout=_LOOK_S))[0]:
+                if any([await _is_full(folder) for folder in folders]):
+                    ran.limit = f"its files exceed {_MOST_WRITTEN} bytes or {_MOST_FILES} in number, or are hidden"
+                    return ran
+            reading.result()
+        finally:
+            reading.cancel()
+        return ran
+
+    async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, most: int, ran: _Ran) -> None:
+        printed = 0
         try:
             async with time_limit(self.seconds):
                 while piece := await stdout.read(1 << 14):
                     printed += len(piece)
-                    head = (head + piece)[:kept]
-                    tail = (tail + piece)[-kept:]
+                    ran.head = (ran.head + piece)[:most]
+                    ran.tail = (ran.tail + piece)[-most:]
                     if printed > _MOST_PRINTED:
-                        return _Ran(head, tail, None, f"it printed more than {_MOST_PRINTED} bytes")
-                return _Ran(head, tail, await process.wait())
+                        ran.limit = f"it printed more than {_MOST_PRINTED} bytes"
+                        return
+                ran.status = await process.wait()
         except TimeoutError:
-            return _Ran(head, tail, None, f"it ran longer than {self.seconds:g} s")
+            ran.limit = f"it ran longer than {self.seconds:g} s"
 
     def _limit(self, confine: Callable[[], None]) -> None:
         confine()  # first: the kernel starts nothing of a user who is above the limit of processes
         for what, most in (
             (resource.RLIMIT_CPU, int(self.seconds) + 1),
             (resource.RLIMIT_AS, self.memory_mb * 10**6),
-            (resource.RLIMIT_FSIZE, 10**7),
+            (resource.RLIMIT_FSIZE, _LARGEST_FILE),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_NPROC, 0),
             (resource.RLIMIT_CORE, 0),
@@ -152,6 +174,47 @@ async def _read_end() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
             yield stream, write_end
         finally:
             transport.close()
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_BRANCHES = 64
+
+
+async def _is_full(folder: str) -> bool:
+    size = entries = 0
+    # Each folder is opened from the one above: a program can make longer paths than the kernel takes.
+    left: list[tuple[int, list[str]]] = [(os.open("/", _FOLDER), [folder])]
+    try:
+        while left:
+            above, names = left[-1]
+            opened = -1
+            with suppress(FileNotFoundError, NotADirectoryError):  # the program has just removed it
+                opened = os.open(names.pop(), _FOLDER, dir_fd=above)
+            if not names:
+                os.close(left.pop()[0])
+            if opened < 0:
+                continue
+            inner: list[str] = []
+            left.append((opened, inner))
+            with os.scandir(opened) as items:
+                for item in items:
+                    entries += 1
+                    with suppress(FileNotFoundError):
+                        size += 512 * item.stat(follow_symlinks=False).st_blocks
+                        if item.is_dir(follow_symlinks=False):
+                            inner.append(item.name)
+                    if size > _MOST_WRITTEN or entries > _MOST_FILES or len(left) > _MOST_BRANCHES:
+                        return True
+                    if entries % 100 == 0:
+                        await asyncio.sleep(0)
+            if not inner:
+                os.close(left.pop()[0])
+    except PermissionError:  # the program has taken the right away
+        return True
+    finally:
+        for descriptor, _ in left:
+            os.close(descriptor)
+    return False
 
 
 _NOBODY = 65534
@@ -286,9 +349,7 @@ def _library_folders() -> list[str]:
 
 
 def _filter() -> bytes | None:
-    """Returns seccomp's program: no new process or socket, no memory that outlives it, no change of another's limits or of
-    the signal at the parent's death.
-    """
+    """Returns seccomp's program, which refuses the calls of ``_MACHINES``."""
     if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return None
     architecture, (prctl, clone, prlimit, socketpair), refused = _MACHINES[platform.machine()]

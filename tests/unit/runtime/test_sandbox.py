@@ -28,7 +28,8 @@ from tepo_megatron.runtime.worker_child import leave_network
 if "no landlock" in sys.argv:
     sandbox.landlock_version = lambda: 0
 assert leave_network() is None
-print(asyncio.run(sandbox.Sandbox(60, 256).run(("-c", sys.argv[1]), kept=4000)).head.decode())
+ran = asyncio.run(sandbox.Sandbox(60, 256).run(("-c", sys.argv[1]), kept=4000))
+print(ran.head.decode(), ran.limit or "")
 """
 LANDLOCK = sandbox.landlock_version()
 NOBODY = 65534
@@ -57,6 +58,23 @@ def test_folders_in_one_another_are_removed_however_many(base: Path) -> None:
     program = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nprint('deep')"
     assert start(program, env=environment).communicate()[0].strip() == "deep"
     assert os.listdir(base) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "full"),
+    [
+        ("fill(11)", True),
+        ("for _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nfill(11)", True),
+        ("for i in range(5001): open(str(i), 'w')", True),
+        ("for _ in range(99):\n    os.mkdir('a')\n    os.mkdir('b')\n    os.chdir('a')", True),
+        ("fill(9); os.symlink('/', 'a'); os.symlink('.', 'b'); open('c', 'w').truncate(10**7)", False),
+    ],
+    ids=["bytes", "deep", "number", "branches", "allowed"],
+)
+def test_a_program_does_not_fill_the_disk(program: str, full: bool) -> None:
+    fill = "import os, time\ndef fill(n):\n    for i in range(n): open(f'f{i}', 'wb').write(bytes(10**7))\n"
+    expected = "its files exceed 100000000 bytes or 5000 in number, or are hidden" if full else "runs on"
+    assert printed(f"{fill}{program}\ntime.sleep({20 if full else 1})\nprint('runs on')") == expected
 
 
 def test_where_a_namespace_has_no_other_user_programs_run_as_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
