@@ -89,8 +89,9 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
     except (OmegaConfBaseException, ValidationError) as error:
         with with_plugins(_named_plugins(values)):
             raise ConfigError(source, [*problems, *describe(error)]) from error
-    with with_plugins(config.objective.plugins):
-        problems += _wrong_permissions(config.train.allow_change)
+    if config.train.allow_change:
+        with with_plugins(config.objective.plugins):
+            problems += _wrong_permissions(config.train.allow_change)
     problems += paths.misplaced(config, files[-1][0]) if files else []
     if problems:
         raise ConfigError(source, problems)
