@@ -109,11 +109,12 @@ def test_the_problems_of_own_reward_have_their_carries() -> None:
 
 
 @pytest.mark.slow
-def test_the_verifier_of_own_reward_by_itself(judge: str, tmp_path: Path) -> None:
+def test_the_verifier_of_own_reward_by_itself(judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tepo reward try`: components, a failure where nobody answers, and a table of them."""
+    monkeypatch.chdir(ROOT)
     line = {"prompt": "37+58=", "answer": "95", "carry": 1, "responses": ["7+8=15 3+5+1=9 95", "7+8=15 3+5+0=8 85", "95"]}
     arguments = ("reward", "try", write_jsonl(tmp_path / "mine.jsonl", [line]), "--run", f"{REWARD}/run.yaml")
-    done = tepo(*arguments, f"reward.kwargs.base_url={judge}", "--json")
+    done = invoke(*arguments, f"reward.kwargs.base_url={judge}", "--json")
     shown = json.loads(done.stdout)
     assert [row["components"] for row in shown["responses"]] == [
         {"correct": 1.0, "carry": 1.0, "brief": 1.0},
@@ -122,7 +123,7 @@ def test_the_verifier_of_own_reward_by_itself(judge: str, tmp_path: Path) -> Non
     ]
     assert [row["reward"] for row in shown["responses"]] == pytest.approx([1.3, 0.1, 1.1])
     assert (shown["failed"], shown["mean"]) == (0, pytest.approx(2.5 / 3))
-    outage = tepo(*arguments, "reward.kwargs.base_url=http://127.0.0.1:9/v1", "reward.kwargs.retries=0", code=1)
+    outage = invoke(*arguments, "reward.kwargs.base_url=http://127.0.0.1:9/v1", "reward.kwargs.retries=0", code=1)
     assert "failed: problem 'mine:1': the verifier raised JudgeError: the judge at http://127.0.0.1:9/v1" in outage.stdout
     assert "3 responses, 3 failed" in outage.stdout
 
@@ -139,7 +140,9 @@ def test_own_reward_trains_on_its_components(judge: str, tmp_path: Path, monkeyp
     sample = json.loads((out / "samples.jsonl").read_text().splitlines()[0])
     assert set(sample["greedy"]["components"]) == set(COMPONENTS)
     assert set(sample["metadata"]) == {"carry"}
-    again = tepo("reward", "try", str(out / "samples.jsonl"), "--run", f"{REWARD}/run.yaml", f"reward.kwargs.base_url={judge}")
+    again = invoke(
+        "reward", "try", str(out / "samples.jsonl"), "--run", f"{REWARD}/run.yaml", f"reward.kwargs.base_url={judge}"
+    )
     assert all(name in again.stdout for name in COMPONENTS)
 
 
