@@ -263,10 +263,14 @@ class Session:
 
 def _read(requests: BinaryIO, inbox: SimpleQueue[dict[str, Any]]) -> None:
     """Runs in a thread: rank 0 can always write."""
-    for line in requests:
-        if inbox.qsize() < _MAX_WAITING_ROWS or b'"finish"' in line[:12]:
-            inbox.put(json.loads(line))
-    inbox.put({"finish": "failed"})
+    try:
+        for line in requests:
+            if not line.endswith(b"\n"):
+                break  # rank 0 died while it wrote
+            if inbox.qsize() < _MAX_WAITING_ROWS or b'"finish"' in line[:12]:
+                inbox.put(json.loads(line))
+    finally:
+        inbox.put({"finish": "failed"})
 
 
 def _main() -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -28,6 +30,7 @@ from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import prepare_folder
 from tepo_megatron.runtime.preemption import PREEMPTED, StopSignals
 from tests.support.processes import numbers_above_1023
+from tests.support.programs import TIMEOUT_S
 from tests.unit.run.conftest import open_output
 
 
@@ -258,3 +261,15 @@ def test_a_run_that_begins_again_in_its_folder_is_another_one_and_a_death_at_the
     assert len({given["id"] for (given,) in told(tmp_path / "out", "init")}) == 2
     assert told(tmp_path / "out", "finish") == [[1]]
     assert [text.partition(":")[0] for text in said] == ["W&B", "W&B cannot be logged to"]
+
+
+@pytest.mark.parametrize("last", ['{"row": {"step": 1, "lo', "nonsense\n"])
+def test_a_line_that_is_cut_ends_the_logger_as_a_failed_run_does(last: str, tmp_path: Path, fake: Path) -> None:
+    """Rank 0 was killed while it wrote: the logger's process, which ignores SIGTERM, would never end."""
+    settings = load_run(None, ["log.wandb.project=mine"]).log.model_dump(mode="json")["wandb"]
+    setup = {"kind": "wandb", "folder": str(tmp_path), "name": "a", "settings": settings, "config": {}, "finish_timeout_s": 60}
+    command = [sys.executable, "-m", "tepo_megatron.run.loggers.process"]
+    for whole in ((), (setup, {"row": {"step": 0}})):
+        text = "".join(json.dumps(line) + "\n" for line in whole) + last
+        subprocess.run(command, input=text.encode(), capture_output=True, check=True, timeout=TIMEOUT_S)
+    assert (told(tmp_path, "log"), told(tmp_path, "finish")) == ([[0, {"step": 0}]], [[1]])
