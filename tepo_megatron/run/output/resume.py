@@ -250,7 +250,7 @@ MADE_BY_A_RUN = (
     *("checkpoints/step_*", "rollouts/step_*", "skipped/step_*", "status/*"),
     *("logs/server-*", "logs/hang-*", "logs/wandb.log", "logs/mlflow.log", "wandb/*", "mlflow/*"),
 )
-"""``--overwrite`` removes only these, not files of ``tepo launch``."""
+"""``--overwrite`` removes these but for ``resolved.yaml``, and no files of ``tepo launch``."""
 
 
 _FIRST_ROW = re.compile(rb'\{"step": 0[,}]')  # the evaluation before the first step
@@ -321,6 +321,8 @@ def _remove_run(config: RunConfig) -> None:
         lock.take()
         try:
             for pattern in MADE_BY_A_RUN:
+                if pattern == "resolved.yaml":
+                    continue  # it may be what the new run, or another rank of it, reads; the run replaces it
                 for path in folder.glob(pattern):
                     if path.is_dir() and not path.is_symlink():
                         shutil.rmtree(path)

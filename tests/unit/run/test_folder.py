@@ -91,13 +91,16 @@ def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str]
 
 
 NAMES = (
-    *("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "adapter/a", "tensorboard/events.out.tfevents.1.h"),
+    *("resolved.1.yaml", "samples.jsonl", "curves.png", "model/a/b", "adapter/a", "tensorboard/events.out.tfevents.1.h"),
     *("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"),
     *("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"),
     "journal/groups/step_0000003.jsonl",
 )
 MADE = {**dict.fromkeys(NAMES, "x"), "metrics.jsonl": ROW}
-OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"}
+OTHERS = {
+    **{"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"},
+    "resolved.yaml": "x",  # the new run may read it, and writes its own
+}
 
 
 def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +123,7 @@ def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path, mo
     monkeypatch.chdir(folder)  # where builtin:addition is no file
     prepare_folder(in_folder(folder, reward={"verifier": f"{folder}/mine.py:score"}), overwrite=True)
     assert content(folder) == sorted(OTHERS)
-    assert {path.name for path in folder.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt"}
+    assert {path.name for path in folder.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt", "resolved.yaml"}
 
 
 MODEL = resolve_model_path("builtin:tiny")
