@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,15 +128,9 @@ class Output:
 
     def finish(self) -> None:
         self.progress.close()
-        self._metrics.close()
-        self._samples.flush()
-        self._train_samples.flush()
-        self.tokens.flush()
-        metrics = self._metrics.path
-        if self._metrics.waiting:
-            self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
+        self._write_rest()
         self._finished = True
-        console = Terminal.of_output()
+        metrics, console = self._metrics.path, Terminal.of_output()
         try:
             rows = read_metrics(metrics)
             if self._config.log.curves:
@@ -153,15 +148,28 @@ class Output:
         signals = StopSignals.current()
         ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         if not self._finished:
+            self._write_rest()
             self._finished = True
             with contextlib.suppress(OSError, ValueError):  # the folder is gone, or damaged: what ends the run says more
                 for line in fault_lines(read_metrics(self._metrics.path)):
                     self.message(f"  {line}")
         self.progress.close()
-        self._metrics.close()
         # A run that was asked to stop keeps a second for the rest of its end.
         self._loggers.close(ending, max(0.0, signals.seconds_left() - 1))
         self._lock.release()
+
+    def _write_rest(self) -> None:
+        """Makes no removed folder again, and writes into none that another run has taken."""
+        others = (self._samples, self._train_samples, self.tokens)
+        with contextlib.suppress(RuntimeError):  # another run's: what waits is lost
+            self._lock.is_there()
+            if os.path.isdir(self.folder):  # not Path.is_dir, which raises if the disk is away
+                self._metrics.close()
+                for log in others:
+                    log.flush()
+        for log in (self._metrics, *others):
+            if log.waiting:
+                self.message(f"{log.path}: {log.waiting} of its writes failed to the end: what they held is lost")
 
     def _make_again_if_removed(self) -> None:
         """The next checkpoint is worth more than the lost files."""
@@ -181,8 +189,12 @@ class Output:
 
 class _TokenLog:
     def __init__(self, folder: Path, failed: Failed) -> None:
-        self._folder, self._failed = folder, failed
+        self.path, self._folder, self._failed = folder / FOLDER, folder, failed
         self._waiting: dict[int, bytes] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     def write(self, samples: TokenSamples) -> None:
         self._waiting[samples.step] = samples.encode()

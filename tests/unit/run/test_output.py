@@ -199,6 +199,24 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
     assert not set(threading.enumerate()) - threads
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_waits_for_room_when_a_run_stops_is_written_or_told_to_be_lost(has_room: bool, tmp_path: Path) -> None:
+    output, said = open_output(tmp_path)
+    logs = [tmp_path / name for name in ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens")]
+    with files_of_at_most(10):
+        output.write_samples(1, [{"response": "long"}])
+        output.write_samples(1, [{"response": "long"}], trained=True)
+        output.tokens.write(made_up_tokens(1))
+        output.write_row(1, {})
+        if not has_room:
+            output.close()
+    output.close()
+    lost = [] if has_room else [f"{path}: 1 of its writes failed to the end: what they held is lost" for path in logs]
+    assert [text for text in said if "lost" in text] == lost
+    assert [steps(path) for path in logs[:3] if path.exists() and path.stat().st_size] == [[1]] * 3 * has_room
+    assert list(token_files(tmp_path)) == [1] * has_room
+
+
 def test_a_run_that_goes_back_forgets_what_waits_for_a_full_disk(tmp_path: Path) -> None:
     output, _ = open_output(tmp_path, log={"tensorboard": True})
     with files_of_at_most(10):
@@ -230,6 +248,8 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     output.close()
     assert RunLock(folder).holder() is None
     output, _ = open_output(folder, train=RESUMED)
+    with files_of_at_most(10):
+        output.write_samples(2, [{"response": "long"}])
     shutil.rmtree(folder)
     output.close()  # what ended it is said, and not that its rows are gone
     assert not folder.exists()
