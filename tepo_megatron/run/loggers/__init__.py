@@ -25,8 +25,11 @@ _POLL_INTERVAL_S = 0.05
 _EXIT_TIMEOUT_S = 60.0  # of an interpreter, after its output was closed, on a busy machine
 _MAX_UNSENT_BYTES = 2**20
 
-_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|authorization)$", re.IGNORECASE)
-_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+_SECRET_NAME = re.compile(
+    r"(?i:(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|authorization))$"
+    r"|[^\W_](Key|Token|Secret|Password|Passwd|Credentials?|Authorization)$"
+)
+_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s]+(?=@)")
 _MIN_SECRET_LENGTH = 8  # a shorter value of the environment may occur anywhere
 
 
@@ -36,7 +39,7 @@ def _sections(config: LogConfig) -> dict[str, Any]:
 
 
 def without_secrets(value: Any) -> Any:
-    """Hides fields …key, …token, …secret, …password, a URL's user and password, and values of such environment variables."""
+    """Hides what fields …key, …token, …secret, …password hold, a URL's user and password, and such environment variables."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
 
@@ -150,11 +153,14 @@ class _LoggerProcess(WorkerProcess):
             )
 
 
+def _is_secret(name: str, value: Any) -> bool:
+    return value is not None and not isinstance(value, bool) and _SECRET_NAME.search(name) is not None
+
+
 def _hide(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            valid_text(str(key)): HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(key)) else _hide(item, secrets)
-            for key, item in value.items()
+            valid_text(str(key)): HIDDEN if _is_secret(str(key), item) else _hide(item, secrets) for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [_hide(item, secrets) for item in value]

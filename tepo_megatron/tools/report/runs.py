@@ -12,6 +12,7 @@ from typing import Any
 from tepo_megatron.config.base import read_yaml
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.run.display.figures import COUNTED, LOST, fault_lines
+from tepo_megatron.run.loggers import without_secrets
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.status import run_status
 from tepo_megatron.runtime.text import flat
@@ -176,7 +177,7 @@ def _settings(path: Path) -> Settings:
     read = read_yaml(path)
     if not isinstance(read, Mapping):
         raise ValueError(f"{path} is no configuration: sections by name were expected")
-    return settings_of(read)
+    return settings_of(without_secrets(read))
 
 
 def run_groups(runs: Sequence[Run]) -> list[tuple[str, tuple[int, ...]]]:

@@ -322,12 +322,14 @@ def test_numbers_that_are_missing_or_not_finite_are_null(tmp_path: Path) -> None
 def test_runs_of_different_settings_and_metrics_go_into_one_page(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / f"tepo-seed{seed}", steps=3, seed=seed)
-    other = write_run(tmp_path / "grpo-seed0", steps=2, settings={"optimizer": {"lr": 1e-4}})
+    settings = {"optimizer": {"lr": 1e-4}, "reward": {"kwargs": {"api_key": "sk-0123"}}}
+    other = write_run(tmp_path / "grpo-seed0", steps=2, settings=settings)
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     (other / "metrics.jsonl").write_text("".join(json.dumps({"step": row["step"], "loss": 1.5}) + "\n" for row in rows))
     written = write_report([tmp_path], tmp_path / "page.html", metrics=("loss", "reward/*"))
     figures = data(tmp_path / "page.html", "figures")
     assert (written.runs, figures["title"]) == (3, f"3 runs of {tmp_path.name}")
+    assert "sk-0123" not in json.dumps(figures)
     assert sorted(figures["metrics"]) == ["loss", "reward/mean"]
     columns = [[name for name in run["columns"] if "time/" not in name] for run in figures["runs"]]
     assert columns == [["loss"], *[["idle/trainer", "idle/servers", "reward/mean"]] * 2]

@@ -113,14 +113,20 @@ def test_a_secret_does_not_leave_and_all_else_leaves_as_it_is(monkeypatch: pytes
     for name in list(os.environ):  # whatever this machine keeps there
         monkeypatch.delenv(name)
     resolved = RunConfig().model_dump(mode="json")
-    assert without_secrets(resolved) == resolved
+    shown = {"key_file": "keys/a", "api_key_env": "KEY", "max_new_tokens": 8, "tokens": [1], "monkey": 1, "token": None}
+    for value in (resolved, shown, {"has": {"key": True}, "at": "http://host:80/a@b", "mail": "me@host"}):
+        assert without_secrets(value) == value
     for secret in (
         {"reward": {"kwargs": {"api_key": SECRET}}},
         {"kwargs": {"HF_TOKEN": SECRET, "deep": [{"Password": SECRET}]}},
         {"uri": f"postgresql://me:{SECRET}@host/db"},
         {"client-secret": SECRET},
+        *({name: SECRET} for name in ("accessToken", "apiKey", "OpenAIKey", "db.userPassword")),
+        {"api_key": [SECRET], "token": {"value": SECRET}},
+        {"uri": f"https://{SECRET}@host/x", "other": f"https://me:p@{SECRET}@host"},
     ):
         assert SECRET not in json.dumps(without_secrets(secret))
+    assert without_secrets({"password": 12345678}) == {"password": HIDDEN}
     monkeypatch.setenv("SOME_API_KEY", SECRET)
     assert SECRET not in json.dumps(without_secrets({"setup": [f"export OTHER={SECRET}", f"Bearer {SECRET}"]}))
 
