@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.text import echo
 from tepo_megatron.versions import installed_version
 
@@ -164,9 +165,8 @@ class Report:
         }
         parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n", *self._shown()]
         record, page = folder / f"{self.stem}.json", folder / f"{self.stem}.md"
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps({**head, **self.record}, indent=1) + "\n")
-        page.write_text("\n".join(parts))
+        write_atomically(record, json.dumps({**head, **self.record}, indent=1) + "\n")
+        write_atomically(page, "\n".join(parts))
         return f"wrote {record} and {page}"
 
     def show(self, folder: Path) -> None:

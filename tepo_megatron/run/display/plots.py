@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +11,7 @@ import numpy as np
 
 from tepo_megatron.run.display.figures import PHASE_COLOURS, Row, fault_lines, figures_of, idle_line
 from tepo_megatron.run.metrics import read_metrics, value_in
+from tepo_megatron.runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,8 +95,9 @@ def _picture(png: Path, title: str, rows: Sequence[Row]) -> Iterator[Callable[[s
         yield panel
         for axes in figure.axes:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)
-        png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, format="png")
+        content = BytesIO()
+        figure.savefig(content, format="png")
+        write_atomically(png, content.getvalue())
 
 
 def _reward_and_accuracy(axes: Axes, rows: Sequence[Row]) -> None:

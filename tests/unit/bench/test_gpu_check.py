@@ -17,7 +17,7 @@ from tepo_megatron.cli.bench import _finish
 from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import Report, Table, select
 from tests.support.cli import invoke
-from tests.support.processes import eventually, gone
+from tests.support.processes import eventually, files_of_at_most, gone
 from tests.support.shell import write_script
 
 ROOT = Path(__file__).parents[3]
@@ -159,6 +159,10 @@ def test_a_benchmark_prints_one_document(tables: int, tmp_path: Path, capsys: py
     _finish(Report("x", {}, [table] * tables, ""), tmp_path, as_json=True)
     records = [{"a": "1", "b": "2"}]
     assert json.loads(capsys.readouterr().out) == (records if tables == 1 else [records, records])
+    before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    with files_of_at_most(10), pytest.raises(OSError, match="File too large"):
+        Report("x", {}, [], "").write(tmp_path)
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == before
 
 
 def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path) -> None:

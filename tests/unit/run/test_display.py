@@ -21,6 +21,7 @@ from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.output.status import run_status
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tests.support.data_files import write_jsonl
+from tests.support.processes import files_of_at_most
 from tests.support.programs import run_python
 
 PLAIN = LogConfig(progress="plain")
@@ -169,6 +170,12 @@ def test_runs_of_any_length_share_a_size_and_other_numbers_and_faults_make_anoth
     assert {picture.shape[:2] for picture in pictures.values()} == {(1080, 1800)}
     same = {name for name, picture in pictures.items() if np.array_equal(picture, pictures["plain"])}
     assert same == {"plain", "none"}
+    before = (tmp_path / "new" / "one.png").read_bytes()
+    for name in ("one", "another"):  # half a picture would count as that of a finished run
+        with files_of_at_most(10_000), pytest.raises(OSError, match="File too large"):
+            plot_curves(paths["plain"], tmp_path / "new" / f"{name}.png", title)
+    assert {path.stem for path in (tmp_path / "new").iterdir()} == set(pictures)
+    assert (tmp_path / "new" / "one.png").read_bytes() == before
     with pytest.raises(ValueError, match="has no row yet"):
         plot_curves(Path(write_jsonl(tmp_path / "empty" / "metrics.jsonl", [])), tmp_path / "empty.png", "")
     assert not (tmp_path / "empty.png").exists()
