@@ -235,7 +235,7 @@ class Retention:
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
         self._train, self._say = config.train, say
         self._folder, self._metrics = config.output / "checkpoints", config.output / "metrics.jsonl"
-        self._said_missing = False
+        self._said_missing = self._said_unreadable = False
         self._seen = max(map(step_of, checkpoints(self._folder)), default=0)
 
     def after_row(self, step: int) -> None:
@@ -244,9 +244,14 @@ class Retention:
         if newest > step or newest == self._seen:
             return
         self._seen = newest
-        remaining = retained(
-            present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=self.best(present)
-        )
+        try:
+            best = self.best(present)
+        except (OSError, ValueError) as error:  # as of any log, it does not end the run
+            if not self._said_unreadable:
+                self._said_unreadable = True
+                self._say(f"the best checkpoint is not known, and none is removed: {error}")
+            return
+        remaining = retained(present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=best)
         # A save of a later step may be in progress.
         partial = {path: path.name.removeprefix("step_").partition(".partial") for path in leftovers(self._folder)}
         unfinished = [path for path, (number, is_partial, _) in partial.items() if is_partial and int(number) <= newest]
@@ -256,6 +261,7 @@ class Retention:
                 self._say(failed)
 
     def best(self, steps: Iterable[int]) -> int | None:
+        """Raises OSError or ValueError if the rows cannot be read."""
         best = self._train.keep_best
         if best is None:
             return None

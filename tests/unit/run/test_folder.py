@@ -429,6 +429,19 @@ def test_the_best_is_the_newest_of_equals_also_of_an_earlier_run_and_a_metric_th
     assert said == ["train.keep_best.metric = reward/mean is in no row of a step that was saved: none is kept as the best"]
 
 
+def test_rows_that_cannot_be_read_are_said_once_and_cost_no_checkpoint(tmp_path: Path) -> None:
+    rows, said = [json.dumps({"step": step, "reward/mean": 1 / step}) + "\n" for step in range(1, 5)], list[str]()
+    retention = Retention(load_run(None, [f"output={tmp_path}", BEST, "train.keep_checkpoints=1"]), said.append)
+    for step, written in enumerate([None, "nonsense\n", "nonsense\n", "".join(rows)], start=1):
+        make_whole(tmp_path / "checkpoints", step, ranks=1)
+        if written is not None:
+            (tmp_path / "metrics.jsonl").write_text(written)
+        retention.after_row(step)
+        kept = [step_of(path) for path in checkpoints(tmp_path / "checkpoints")]
+        assert kept == ([1, 4] if step == 4 else list(range(1, step + 1)))
+    assert [text.partition(":")[0] for text in said] == ["the best checkpoint is not known, and none is removed"]
+
+
 def test_a_row_without_a_checkpoint_deletes_nothing_and_leftovers_go(tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints"
     for step in (1, 2):
