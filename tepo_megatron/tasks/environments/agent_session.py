@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
 }  # these values leave the model's distribution unchanged
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
 class EpisodeError(Exception): ...
@@ -151,7 +150,8 @@ class ChatAnswer:
     def read(cls, action: ResponseText, tool_calls: str) -> ChatAnswer:
         """``tool_calls`` is their format."""
         text, calls, malformed = str(action), [], False
-        for written in _CALL.findall(text) if tool_calls == "hermes" else ():
+        between, content = _split(text) if tool_calls == "hermes" else ([], text)
+        for written in between:
             try:
                 call = json.loads(written)
                 check_text(call, "the call")
@@ -160,7 +160,7 @@ class ChatAnswer:
                 malformed = True
                 continue
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        message: Message = {"role": "assistant", "content": _CALL.sub("", text).strip() if calls else text}
+        message: Message = {"role": "assistant", "content": content.strip() if calls else text}
         if calls:
             message["tool_calls"] = calls
         return cls(message, "tool_calls" if calls else action.finish_reason, malformed)
@@ -195,6 +195,16 @@ class ChatAnswer:
             {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
         ]
         return [*parts, {**common, "choices": [], "usage": completion["usage"]}] if usage else parts
+
+
+def _split(text: str) -> tuple[list[str], str]:
+    """Returns what tool calls enclose, and the text without them. Linear in the text's length."""
+    calls, content, end = [], "", 0
+    while (start := text.find(_CALL, end)) >= 0 and (close := text.find(_CALL_END, start)) >= 0:
+        calls.append(text[start + len(_CALL) : close].strip())
+        content += text[end:start]
+        end = close + len(_CALL_END)
+    return calls, content + text[end:]
 
 
 def _messages(value: Any) -> list[Message]:

@@ -393,8 +393,26 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
         return found
 
     assert asyncio.run(talking()) == ChatRequest(tuple(results), False)
-    assert ChatAnswer.read(ResponseText("<tool_call>{</tool_call>"), "hermes").malformed
     assert "tool_calls" not in ChatAnswer.read(action, "text").message
+
+
+CALL = '<tool_call>\n{"name": "a"}\u00a0</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("written", "calls", "malformed", "content"),
+    [
+        ("<tool_call>{</tool_call>", 0, True, "<tool_call>{</tool_call>"),
+        ("<tool_call>" + "\n" * 20_000, 0, False, "<tool_call>" + "\n" * 20_000),  # degenerate text costs no time
+        ("<tool_call>" * 5_000, 0, False, "<tool_call>" * 5_000),
+        (f"</tool_call> b{CALL}c{CALL}<tool_call> d ", 2, False, "</tool_call> bc<tool_call> d"),
+        (f"<tool_call>{CALL}{CALL}</tool_call>", 1, True, "</tool_call>"),  # of two openings the first counts
+    ],
+)
+def test_calls_of_tools_are_read_out_of_any_text(written: str, calls: int, malformed: bool, content: str) -> None:
+    answer = ChatAnswer.read(ResponseText(written), "hermes")
+    assert (len(answer.message.get("tool_calls", ())), answer.malformed) == (calls, malformed)
+    assert answer.message["content"] == content
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TOOLS_TEMPLATE])
