@@ -1,8 +1,8 @@
 """The worker's side of a child process; ``worker_process`` is the parent's. Imports only the standard library.
 
 Input: JSON lines with the setup, then lists of calls ``[number, …]``. Output: ``{"ready": true, "notice": …, "concurrent": …}``
-with more facts, or ``{"error": text}``; then ``[number, answer, seconds, last]``; ``last``: the process ends. Without
-``concurrent`` answers are in order.
+with more facts, or ``{"error": text}``; then ``[number, answer, seconds, last, worn]``; ``last``: the process ends; ``worn``:
+it ends when it is no longer busy, and should get nothing new. Without ``concurrent`` answers are in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tepo_megatron.runtime.text import outlive_readers
 
 _NO_MEMORY = 77  # exit status of a worker without memory to report that
 
-_GROWTH = 0.25  # of its memory limit, that a worker may keep between calls
+_GROWTH, _BUSY_GROWTH = 0.25, 0.5  # of its memory limit: what a worker may keep between calls, or hold while it is busy
 
 OPEN_FILES = 256  # and sockets
 
@@ -159,7 +159,7 @@ class _Desk:
         self._served, self._setup, self._reply = served, setup, reply
         # Later the process may have no file left to open.
         self._memory = os.open(_STATM, os.O_RDONLY) if os.path.exists(_STATM) else None
-        self._most = self._size() + int(_GROWTH * setup["memory_mb"] * _MB)
+        self._first_size = self._size()
         if sys.platform == "linux":  # elsewhere the kernel does not count them
             _lower(resource.RLIMIT_DATA, self._size() + setup["memory_mb"] * _MB)
         self.ended = False
@@ -172,8 +172,9 @@ class _Desk:
         started = time.monotonic()
         answer = await self._served.answer(*call)
         if not self.ended:
-            self.ended = (self._has_grown() or not _has_a_free_file() or self._served.worn) and not self._served.busy
-            self._reply([number, answer, time.monotonic() - started, self.ended])
+            worn = self._has_grown() or not _has_a_free_file() or self._served.worn
+            self.ended = worn and not self._served.busy
+            self._reply([number, answer, time.monotonic() - started, self.ended, worn])
 
     async def answer_concurrently(self, inbox: SimpleQueue[Any]) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -199,10 +200,12 @@ class _Desk:
         os._exit(0)  # another worker receives the open calls
 
     def _has_grown(self) -> bool:
-        if self._size() <= self._most:
+        share = _BUSY_GROWTH if self._served.busy else _GROWTH
+        most = self._first_size + int(share * self._setup["memory_mb"] * _MB)
+        if self._size() <= most:
             return False
         gc.collect()
-        return self._size() > self._most
+        return self._size() > most
 
     def _size(self) -> int:
         """Bytes of private writable memory, which RLIMIT_DATA limits; 0 if unknown."""

@@ -214,6 +214,8 @@ class Worker(Generic[C]):
     process: WorkerProcess
     ready: bool = False
     concurrent: bool = False
+    worn: bool = False
+    """It is replaced when it is no longer busy."""
     pending: deque[C] = field(default_factory=deque)
     """They are sent when it reads."""
     start_deadline: float = field(default_factory=lambda: running_time() + _START_TIMEOUT_S)
@@ -332,14 +334,15 @@ class WorkerPool(ABC, Generic[W, C]):
                 case {} if not worker.ready and ("error" in reply or {"notice", "concurrent"} <= reply.keys()):
                     self._begin(worker, reply)
                     continue
-                case [int() as number, answer, int() | float() as took, bool() as last] if worker.ready and 0 <= took < 1e9:
-                    call = next((call for call in worker.pending if call.number == number), None)
+                case [int() as number, answer, int() | float() as took, bool() as last, bool() as worn] if 0 <= took < 1e9:
+                    call = next((call for call in worker.pending if worker.ready and call.number == number), None)
                 case _:
                     call = None
             if call is None or not self._is_answer(call, answer):
                 self._replace(worker, _NO_ANSWER.format(self._limits.what), "died")
                 return
             worker.pending.remove(call)
+            worker.worn = worn
             self._answered(worker, call, answer, took)
             if last:
                 self._replace(worker, "its worker had grown too large", "grown")

@@ -90,6 +90,14 @@ class Leaking(Hostile):
         return StepResult(reward=1.0, done=True)
 
 
+class Large(Hostile):
+    """Keeps 60 MB until it is closed."""
+
+    def reset(self, problem: Problem, seed: int) -> Any:
+        self.kept = bytearray(60 * 10**6)
+        return super().reset(problem, seed)
+
+
 class Slow:
     """Says after a while what its problem's answer is, again and again."""
 

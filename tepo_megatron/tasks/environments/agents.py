@@ -53,10 +53,10 @@ class Agents:
         history, tool_calls = self._settings["history"], self._settings["tool_calls"]
         return _AgentEpisode(self, AgentSession(history, tool_calls, reward_ends=self.solve is None))
 
-    @property
-    def worn(self) -> bool:
+    def are_too_many(self, open_episodes: int) -> bool:
+        """Agents of open episodes are not left behind."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        return len(self._threads) > _MAX_RUNNING_AGENTS
+        return len(self._threads) - open_episodes > _MAX_RUNNING_AGENTS
 
     async def begin(self, problem: Problem, seed: int, session: AgentSession, key: str) -> None:
         url = await self.address.url()

@@ -73,7 +73,7 @@ class EpisodeTable:
 
     @property
     def worn(self) -> bool:
-        return self._agents is not None and not self.busy and self._agents.worn
+        return self._agents is not None and self._agents.are_too_many(len(self._episodes))
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._runner.run(coroutine)

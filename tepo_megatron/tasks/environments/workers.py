@@ -104,7 +104,8 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
         if alone and not any(worker.alone for worker in self._workers):
             self._start_alone()
         room = 1 if alone else self._config.concurrency
-        free = [worker for worker in self._workers if worker.alone == alone and len(worker.episodes) < room]
+        fitting = [worker for worker in self._workers if worker.alone == alone and not worker.worn]
+        free = [worker for worker in fitting if len(worker.episodes) < room]
         if alone:  # no other episode may run in it, nor end in it
             free = [worker for worker in free if not worker.pending]
         return min(free, key=lambda worker: len(worker.episodes), default=None)
@@ -122,7 +123,7 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
         if call.awaited:
             error = answer.pop("error", None) if isinstance(answer, dict) else None
             self._answers.append(EpisodeAnswer.read([call.episode, answer, error, None, False, seconds], call.episode))
-        elif worker.alone:
+        else:  # its worker may be idle, or no longer worn
             self._give_room()
 
     def _lost(self, worker: _Worker, why: str, end: End) -> None:

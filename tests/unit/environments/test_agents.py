@@ -229,7 +229,7 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
 
 
 def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no episode left, and more of them than are left behind; one that ends in time does not count."""
+    """Those of ended episodes; neither those of open ones, nor one that ends in time."""
     monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
     environment = config("runs_on").environment
     desk = EpisodeTable({**environment.model_dump(), "agent": EnvironmentWorkers.agent_setup(environment, None)})
@@ -245,9 +245,10 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
             while at == 0 and any(each.name == "agent" for each in threading.enumerate()):
                 await asyncio.sleep(0.01)  # it hears that its episode is over
             worn.append(desk.worn)
-        return worn
+        await desk.answer(3, ["reset", given, 3, False])  # it goes on to say so while another episode is open
+        return [*worn, desk.worn]
 
-    assert asyncio.run(play()) == [False, False, False, False, False, True]
+    assert asyncio.run(play()) == [False, False, False, False, False, True, True]
 
 
 ENVIRONMENT = EnvironmentConfig(name="a.py:solve", adapter="agent")

@@ -116,13 +116,13 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
     assert pool.take_figures([]) == {"environment/turns": 1.0, "environment/tokens": 0.0}
 
 
-@pytest.mark.parametrize(("name", "timeout_s"), [("Waits", 3.0), ("Leaking", 600.0)])
-def test_what_an_episode_leaves_behind_costs_no_other(name: str, timeout_s: float) -> None:
-    """The others wait for room, one at a time: a ``close`` that waits too long, and memory, 400 MB where a worker has 200 and
-    is replaced between two episodes.
+@pytest.mark.parametrize(("name", "concurrency"), [("Waits", 1), ("Leaking", 1), ("Leaking", 3), ("Large", 3)])
+def test_what_an_episode_leaves_behind_costs_no_other(name: str, concurrency: int) -> None:
+    """The others wait for room: a ``close`` that waits too long, and memory, 400 MB where a worker has 200 and is replaced
+    between two episodes, also if they overlap, but not for memory that they give back.
     """
     problems = [Problem(str(at), "", "fine") for at in range(20)]
-    limits = {"timeout_s": timeout_s, "memory_mb": 200, "workers": 1, "concurrency": 1}
+    limits = {"timeout_s": 3.0 if name == "Waits" else 600.0, "memory_mb": 200, "workers": 1, "concurrency": concurrency}
     with opened({**OWN, "name": f"{HOSTILE}:{name}", **limits}) as pool:
         assert [result.reward for _, result in play(pool, problems).values()] == [1.0] * 20
         if name == "Waits":
