@@ -6,8 +6,10 @@ import asyncio
 import hmac
 import inspect
 import json
+import logging
 import secrets
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.text import read_json
+from tepo_megatron.runtime.text import echo, read_json
 from tepo_megatron.runtime.worker_child import WorkerLimits
 from tepo_megatron.tasks.environments.agent_session import (
     AgentRequest,
@@ -165,6 +167,7 @@ def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str)
 
 _HOST = "127.0.0.1"
 _LONGEST_WAIT_S = 60.0
+_SILENT = logging.Logger("silent", logging.CRITICAL + 1)
 
 
 class _ChatAddress:
@@ -200,8 +203,8 @@ class _ChatAddress:
                 web.post("/episodes", self._episode),
             ]
         )
-        # A client that disconnects may ask the same once more.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        # A client that disconnects may ask the same once more. aiohttp logs faults of strangers' requests with a traceback.
+        runner = web.AppRunner(app, access_log=None, logger=_SILENT, handler_cancellation=True)
         await runner.setup()
         handler: Any = runner.server
         loop, port = asyncio.get_running_loop(), self._settings["port"]
@@ -265,7 +268,7 @@ class _ChatAddress:
         key = self._settings["key"]
         if key is None:
             raise RefusedError("this run has no agents outside (environment.name = outside)", status=404)
-        if not hmac.compare_digest(_key_of(request).encode(), key.encode()):
+        if not hmac.compare_digest(_key_of(request).encode(errors="surrogateescape"), key.encode()):
             raise RefusedError("another key than that of environment.agent.key_file", status=401, code="invalid_api_key")
         self._strangers.discard(request.transport)
         try:
@@ -318,3 +321,8 @@ async def _with_errors(request: web.Request, handler: Any) -> web.StreamResponse
         known = "POST /v1/chat/completions, POST /v1/reward and GET /v1/models"
         sentence = f"{request.method} {request.path} is not served here ({error.reason}); there are {known}"
         return web.json_response(RefusedError(sentence, status=error.status).body(), status=error.status)
+    except ConnectionError:
+        raise
+    except Exception:
+        echo(traceback.format_exc(), err=True)
+        raise

@@ -292,8 +292,12 @@ def talk() -> AgentSession:
 
 
 @pytest.mark.parametrize("outside_key", [None, "outside"])
-def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key: str | None) -> None:
-    """None, a part of one, that of an episode that is over, that of agents outside; and for these that of an episode."""
+def test_a_request_without_the_key_of_an_episode_is_answered_nothing(
+    outside_key: str | None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """None, a part of one, that of an episode that is over, that of agents outside; and for these that of an episode. Nothing
+    is written, whatever is sent.
+    """
 
     async def scene(address: Any, client: httpx.AsyncClient) -> None:
         under_way, over = talk(), talk()
@@ -314,6 +318,15 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
         refused = 404 if outside_key is None else 401
         for headers in ({}, {"Authorization": ""}, bearer("None"), bearer("outsid"), bearer(key)):
             assert (await client.post("/episodes", headers=headers)).status_code == refused
+        for rest, status in (
+            (b"bad\x1b[31m header\r\n\r\n", 400),
+            (b"Authorization: Bearer \xff\r\nContent-Length: 0\r\n\r\n", refused),
+            (b"Transfer-Encoding: chunked\r\n\r\nno length\r\n", 400),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+            writer.write(b"POST /episodes HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + rest)
+            assert int((await reader.read()).split()[1]) == status, rest
+            writer.close()
         found = await client.post("/episodes", headers=bearer("outside"))
         if outside_key is None:
             assert found.status_code == refused
@@ -321,6 +334,7 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
             assert found.json() == episode
 
     serve(scene, outside_key)
+    assert (capfd.readouterr(), caplog.records) == (("", ""), [])
 
 
 def test_a_request_that_is_sent_again_gets_the_answer_of_the_first() -> None:
