@@ -8,8 +8,10 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from tepo_megatron.core.problem import reward_fault
@@ -150,8 +152,11 @@ def read_key(path: Path, setting: str = "environment.key_file", *, write: bool =
     try:
         if write and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with NamedTemporaryFile("w", dir=path.parent, prefix=".key-") as file:  # mode 0600
                 file.write(secrets.token_urlsafe(32))
+                file.flush()
+                with suppress(FileExistsError):  # another process was faster; its key counts
+                    os.link(file.name, path)
     except OSError as error:
         raise ValueError(f"{setting} = {path} cannot be written ({error.strerror}); give another file") from error
     try:

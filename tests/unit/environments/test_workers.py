@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -378,6 +379,11 @@ def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
         read_key(tmp_path / "none")
     with pytest.raises(ValueError, match=r"environment.key_file = .*/key/below cannot be written \(File exists\)"):
         read_key(tmp_path / "key" / "below", write=True)
+    with ThreadPoolExecutor(8) as servers:  # that start together
+        for number in range(50):
+            barrier, path = threading.Barrier(8), tmp_path / str(number) / "key"
+            keys = servers.map(lambda _: (barrier.wait(), read_key(path, write=True)), range(8))  # noqa: B023 read in this round
+            assert (len({key for _, key in keys}), list(path.parent.iterdir())) == (1, [path])
 
 
 @pytest.fixture(scope="module")
