@@ -23,8 +23,8 @@ _REHEARSAL_PROBLEMS = 4
 
 
 class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
-    """A response fails if its verifier raises, returns no finite number or exceeds a limit; equal responses then fail
-    untried. If a worker dies, its response is tried once more.
+    """A response fails if its verifier raises, returns no finite number or exceeds a limit; equal ones that wait then fail
+    untried, without a network later ones too. If a worker dies, its response is tried once more.
     """
 
     unfinished = 0  # includes incomplete groups
@@ -32,7 +32,7 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
     def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, custom: Any = None) -> None:
         """``components`` is known from another pool's rehearsal; ``custom`` is a verifier object, run in forks."""
         self._config, self._custom = config, custom
-        self._queue = _JobQueue()
+        self._queue = _JobQueue(remembers=config.cuts_network)
         self._numbers = count()
         self._incomplete: dict[Hashable, list[tuple[Hashable, Problem, ResponseText]]] = {}
         self._finished: list[tuple[Hashable, RewardResult]] = []
@@ -90,11 +90,10 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
         return bool(self._finished) or self._works
 
     def reset(self) -> None:
-        """A verifier with a network forgets its failures."""
         for worker in self._workers:
             for job in worker.pending:
                 job.dropped = True
-        self._queue.clear(failures=not self._config.cuts_network)
+        self._queue.clear()
         self._incomplete.clear()
         self._finished.clear()
         self.unfinished = 0
@@ -248,7 +247,8 @@ class _Job(WorkerCall):
 
 
 class _JobQueue:
-    def __init__(self) -> None:
+    def __init__(self, *, remembers: bool) -> None:
+        self._remembers = remembers  # not what failed with a network: it may succeed later
         self._failures: dict[bytes, str] = {}
         self._waiting: deque[_Job] = deque()
         self._first: dict[bytes, _Job] = {}
@@ -289,17 +289,16 @@ class _JobQueue:
 
     def failed(self, job: _Job, cause: str) -> list[_Job]:
         self._first.pop(job.digest, None)
-        self._failures[job.digest] = cause
-        if len(self._failures) > _MOST_FAILURES:
-            del self._failures[next(iter(self._failures))]
+        if self._remembers:
+            self._failures[job.digest] = cause
+            if len(self._failures) > _MOST_FAILURES:
+                del self._failures[next(iter(self._failures))]
         return [job, *self._alike.pop(job, [])]
 
-    def clear(self, *, failures: bool) -> None:
+    def clear(self) -> None:
         self._waiting.clear()
         self._first.clear()
         self._alike.clear()
-        if failures:
-            self._failures.clear()
 
 
 _MOST_FAILURES = 10_000

@@ -298,6 +298,10 @@ def test_with_a_network_a_later_call_tries_again(tries: Path) -> None:
         assert len(tried(tries, "good")) == 2  # a verifier need not give the same response the same reward
         assert pool.score([(PROBLEM, "raise")])[0].error is not None
         assert len(tried(tries, "raise")) == 2
+        for tries_so_far in (3, 4):  # a window of groups has no steps, and is not reset
+            pool.submit("key", PROBLEM, "raise")
+            assert [result.error is None for _, result in pool.poll(None)] == [False]
+            assert len(tried(tries, "raise")) == tries_so_far
 
 
 def test_workers_that_others_kill_or_stop_cost_no_response(tries: Path) -> None:
