@@ -86,6 +86,11 @@ class SweepFile(Section):
                 yield f"axes: {name!r} becomes part of a folder's name; use letters, digits and . _ + -"
             if not choices:
                 yield f"axes.{axis} has no choices"
+            if axis in ("seed", "seeds"):
+                yield f"axes.{axis}: the tables have a column of this name; write seeds: of the sweep, or use another name"
+        for setting in itertools.chain(self.overrides, *(itertools.chain(*axis.values()) for axis in self.axes.values())):
+            if setting.partition("=")[0] in ("seed", "output"):
+                yield f"{setting}: every run has its own seed and output; write seeds: / output: of the sweep"
         for number, left_out in enumerate(self.leave_out):
             for axis, name in left_out.items():
                 if name not in self.axes.get(axis, {}):
