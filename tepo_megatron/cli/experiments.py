@@ -18,7 +18,7 @@ app = typer.Typer()
 def _sweep(
     file: Annotated[Path, Argument(metavar="SWEEP.yaml", help="A run's file, axes of settings, and seeds.")],
     output: Annotated[Path | None, Option(help="Folder of all runs, in place of the file's.")] = None,
-    jobs: Annotated[int, Option(min=1, help="Runs at a time here, each on its share of the cores.")] = 1,
+    jobs: Annotated[int, Option(min=1, help="Runs at a time here, each on its share of the cores and GPUs.")] = 1,
     part: Annotated[str | None, Option(metavar="K/N", help="Only the runs of the K-th of N jobs, for a Slurm array.")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check and list the runs, and start none.")] = False,
     table_only: Annotated[bool, Option("--table", help="Only make the tables of what is done.")] = False,

@@ -36,6 +36,7 @@ from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.runtime.preemption import handled_by, not_ignored
+from tepo_megatron.runtime.proc import visible_gpus
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.report.runs import settings_of
@@ -302,10 +303,26 @@ def _compared(config: RunConfig) -> dict[str, str]:
     return settings_of(absolute(config).model_dump(mode="json", exclude=left_out))
 
 
-def _core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
-    if jobs >= len(cores):
-        return [[cores[job % len(cores)]] for job in range(jobs)]
-    return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
+def _shares(numbers: Sequence[int], jobs: int) -> list[list[int]]:
+    if jobs >= len(numbers):
+        return [[numbers[job % len(numbers)]] for job in range(jobs)]
+    return [list(numbers[job * len(numbers) // jobs : (job + 1) * len(numbers) // jobs]) for job in range(jobs)]
+
+
+def _gpu_shares(jobs: int) -> list[dict[str, str]]:
+    """Variables of the environment; equally many GPUs each. Raises ValueError for too few."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if jobs == 1 or gpus == 0:
+        return [{}] * jobs
+    if gpus < jobs:
+        raise ValueError(
+            f"--jobs {jobs}: runs at a time have their own GPUs, and this machine shows {gpus}; give fewer jobs, or hide the "
+            "GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    shares = _shares(range(gpus - gpus % jobs), jobs)
+    return [{"CUDA_VISIBLE_DEVICES": visible_gpus(share, "a run of the sweep")} for share in shares]
 
 
 def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, jobs: int) -> float:
@@ -319,13 +336,14 @@ def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, 
 
 
 class Sweep:
-    """Runs have their shares of cores: servers of two would otherwise bind the same ones."""
+    """Runs have their shares of cores and GPUs: servers of two would otherwise bind the same ones."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Callable[[str], None], jobs: int = 1) -> None:
         sweep.check(runs)
         self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
         self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         self._lock = threading.Lock()
+        self._share = threading.local()
         self.stopped_by: int | None = None
 
     def run(self) -> list[_RunEnd]:
@@ -333,16 +351,17 @@ class Sweep:
         ends = {run.name: _RunEnd(run, "done") for run in self._runs if run.is_done}
         waiting = [run for run in self._runs if run.name not in ends]
         self._say(f"{len(self._runs)} runs: {len(ends)} done, {len(waiting)} to do, {self._jobs} at a time")
-        shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        for share in _core_shares(available_cores(), self._jobs):
+        shares: queue.SimpleQueue[tuple[list[int], dict[str, str]]] = queue.SimpleQueue()
+        for share in zip(_shares(available_cores(), self._jobs), _gpu_shares(self._jobs), strict=True):
             shares.put(share)
 
-        def use_cores() -> None:
+        def take_share() -> None:
+            cores, self._share.variables = shares.get()
             if hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, shares.get())
+                os.sched_setaffinity(0, cores)
 
         took: list[float] = []
-        with self._signals(), ThreadPoolExecutor(self._jobs, "sweep", use_cores) as pool:
+        with self._signals(), ThreadPoolExecutor(self._jobs, "sweep", take_share) as pool:
             for number, future in enumerate(as_completed([pool.submit(self._one, run) for run in waiting]), start=1):
                 one = ends[future.result().run.name] = future.result()
                 took += [one.seconds] if one.outcome == "done" else []
@@ -384,13 +403,19 @@ class Sweep:
 
     def _start(self, run: SweepRun, log: Path) -> int:
         command = [sys.executable, "-m", "tepo_megatron", "train", str(self._sweep.run), *run.overrides, "train.resume=auto"]
+        environment = {**os.environ, **self._share.variables}
         with log.open("ab") as file:
             with self._lock:
                 if self.stopped_by is not None:
                     return self.stopped_by
                 # Its own session: Ctrl-C reaches it only once, from here.
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
                 self._living[run.name] = process, time.monotonic()
                 if self.stopped_by is not None:  # it came while the process started

@@ -114,6 +114,33 @@ def test_two_runs_at_a_time_start_on_cores_of_their_own(tmp_path: Path, monkeypa
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.parametrize(
+    ("gpus", "visible", "jobs", "shares"),
+    [(5, None, 2, {"0,1", "2,3"}), (3, "7,MIG-a,2", 3, {"7", "MIG-a", "2"}), (2, "5,6", 1, {"5,6"}), (0, "", 2, {""})],
+)
+def test_runs_at_a_time_share_the_gpus(
+    gpus: int, visible: str | None, jobs: int, shares: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    logs = tmp_path / "out/logs"
+    code = (
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        f"until = time.monotonic() + {TIMEOUT_S}\n"
+        f"while len(list(pathlib.Path({str(logs)!r}).glob('*'))) < {jobs} and time.monotonic() < until: time.sleep(0.01)\n"
+    )
+    replace_python(monkeypatch, tmp_path, code)
+    sweep = read_sweep(write(tmp_path, seeds=[*range(jobs)], attempts=1))
+    Sweep(sweep, runs_of(sweep), say=lambda line: None, jobs=jobs).run()
+    said = [path.read_text(encoding="utf-8").strip() for path in logs.glob("*")]
+    assert (len(said), set(said)) == (jobs, shares)
+    if gpus:
+        with pytest.raises(ValueError, match=rf"--jobs {gpus + 1}: runs at a time have their own GPUs, and .* shows {gpus};"):
+            Sweep(sweep, runs_of(sweep), say=lambda line: None, jobs=gpus + 1).run()
+
+
 @given(each=st.integers(1, 1000), waiting=st.integers(0, 60), jobs=st.integers(1, 9))
 def test_what_is_left_goes_by_how_many_run_at_a_time_and_for_how_long(each: int, waiting: int, jobs: int) -> None:
     assert seconds_left([each, each], [], waiting, jobs) == math.ceil(waiting / jobs) * each
