@@ -39,7 +39,7 @@ from tepo_megatron.runtime.preemption import handled_by, not_ignored
 from tepo_megatron.runtime.proc import visible_gpus
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
-from tepo_megatron.tools.report.runs import settings_of
+from tepo_megatron.tools.report.runs import is_beside_training, settings_of
 from tepo_megatron.tools.results import markdown
 
 _MOST_RUNS = 10_000
@@ -299,8 +299,8 @@ class _RunEnd:
 
 
 def _compared(config: RunConfig) -> dict[str, str]:
-    left_out: dict[str, Any] = {"output": True, "train": {"resume", "resume_from"}, "log": True}
-    return settings_of(absolute(config).model_dump(mode="json", exclude=left_out))
+    settings = settings_of(absolute(config).model_dump(mode="json"))
+    return {path: value for path, value in settings.items() if not is_beside_training(path)}
 
 
 def _shares(numbers: Sequence[int], jobs: int) -> list[list[int]]:

@@ -19,6 +19,12 @@ from tepo_megatron.runtime.text import flat
 
 Settings = Mapping[str, str]  # dotted path → value as JSON text
 _IDENTITY = ("seed", "output", "name")
+_BESIDE = re.compile(r"output|train\.resume|train\.resume_from|log(\..*)?")
+
+
+def is_beside_training(path: str) -> bool:
+    """Runs that differ in this setting alone train the same."""
+    return _BESIDE.fullmatch(path) is not None
 
 
 def settings_of(section: Mapping[str, Any]) -> dict[str, str]:
@@ -37,6 +43,7 @@ def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
             "values": [run.get(path) for run in runs],
             "differs": _differ([run.get(path, "" if _was_unknown(path, run) else None) for run in runs], usual[path]),
             "usual": path in _IDENTITY or all(run.get(path) is None or _plain(run[path]) in usual[path] for run in runs),
+            "beside": path == "name" or is_beside_training(path),
         }
         for path in paths
     ]
@@ -181,12 +188,12 @@ def _settings(path: Path) -> Settings:
 
 
 def run_groups(runs: Sequence[Run]) -> list[tuple[str, tuple[int, ...]]]:
-    """(label, indices of runs) with equal settings but for the seed; a run without settings is alone."""
+    """(label, indices of runs) that train the same but for the seed; a run without settings is alone."""
     result: dict[tuple[Any, ...], list[int]] = {}
     for index, run in enumerate(runs):
         alone = (index,) if not run.settings else ()
-        settings = sorted((path, value) for path, value in run.settings.items() if path not in _IDENTITY)
-        result.setdefault((*alone, *settings), []).append(index)
+        paths = sorted(path for path in run.settings if path not in _IDENTITY and not is_beside_training(path))
+        result.setdefault((*alone, *((path, run.settings[path]) for path in paths)), []).append(index)
     labels = []
     for first, *others in result.values():
         name, parent = runs[first].name, runs[first].folder.resolve().parent.name

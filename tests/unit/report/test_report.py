@@ -48,14 +48,17 @@ def test_runs_are_found_by_themselves_in_a_sweep_and_by_their_metrics(tmp_path: 
 
 
 def test_runs_that_differ_in_their_seed_alone_are_a_group(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        write_run(tmp_path / f"tepo-seed{seed}", steps=1, seed=seed)
+    for seed, resume in enumerate((False, True)):  # one was resumed, and each logs under its own name
+        settings = {"train": {"steps": 90, "resume": resume}, "log": {"wandb": {"name": str(seed)} if seed else None}}
+        write_run(tmp_path / f"tepo-seed{seed}", steps=1, seed=seed, settings=settings)
     write_run(tmp_path / "fast-seed0", steps=1, settings={"optimizer": {"lr": 1e-4}})
     runs = [Run.read(name, folder) for name, folder in Run.find([tmp_path]).items()]
     assert [(label, [runs[at].name for at in members]) for label, members in run_groups(runs)] == [
         ("fast-seed0", ["fast-seed0"]),
         ("tepo", ["tepo-seed0", "tepo-seed1"]),
     ]
+    rows = compared([run.settings for run in runs])
+    assert {row["path"] for row in rows if row["differs"] and not row["beside"]} == {"seed", "optimizer.lr"}
     (tmp_path / "tepo-seed1" / "resolved.yaml").unlink()  # then nothing is known of its settings
     runs = [Run.read(name, folder) for name, folder in Run.find([tmp_path]).items()]
     assert [members for _, members in run_groups(runs)] == [(0,), (1,), (2,)]
@@ -122,7 +125,7 @@ def test_settings_beside_each_other_say_what_is_not_the_default() -> None:
     )
     second = settings_of({"seed": 2, "optimizer": {"lr": 5e-5, "clip_grad": 1.0}, "model": {"path": "x"}})
     rows = {row["path"]: row for row in compared([first, second])}
-    assert rows["seed"] == {"path": "seed", "values": ["1", "2"], "differs": True, "usual": True}
+    assert rows["seed"] == {"path": "seed", "values": ["1", "2"], "differs": True, "usual": True, "beside": False}
     assert rows["reward.kwargs"]["values"] == ["{}", None]
     assert not rows["model.path"]["usual"]
     assert not any(rows[path]["differs"] for path in ("optimizer.clip_grad", "model.path", "optimizer.lr"))

@@ -45,7 +45,7 @@ function upTo(run, step) {
 function pairing() {
   if (drawing.by === 'each') return [];
   if (!dividing().some((row) => row.path === drawing.by)) return DATA.settings.filter((row) => row.path === 'seed');
-  return DATA.settings.filter((row) => row.differs && !['name', 'output', drawing.by].includes(row.path));
+  return DATA.settings.filter((row) => row.differs && !row.beside && row.path !== drawing.by);
 }
 
 /** [[run, run]] of two rows, each up to the last step that both have; repetitions of one seed in their order. */

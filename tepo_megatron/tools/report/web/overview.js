@@ -9,7 +9,7 @@ const hidden = new Set();
 function dividing() {
   return DATA.settings.filter((row) => {
     const count = new Set(row.values).size;
-    return row.differs && !['seed', 'output', 'name'].includes(row.path) && count <= 12 && count < DATA.runs.length;
+    return row.differs && !row.beside && row.path !== 'seed' && count <= 12 && count < DATA.runs.length;
   });
 }
 
