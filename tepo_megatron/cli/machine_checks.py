@@ -53,7 +53,9 @@ def diagnose(checks: Mapping[str, Check]) -> list[Finding]:
             finding = check.run()
             results.append(finding._replace(name=name, needed=check.needed or finding.status == "fail"))
         except Exception as error:
-            results.append(Finding("warn", f"{type(error).__name__}: {error}", "this check itself failed", name))
+            status: Status = "fail" if check.needed else "warn"
+            detail = f"{type(error).__name__}: {error}"
+            results.append(Finding(status, detail, "this check itself failed", name, check.needed))
     return results
 
 

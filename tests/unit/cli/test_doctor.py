@@ -194,12 +194,16 @@ def test_launching_needs_nemo_run_and_no_part_of_the_trainer(
     assert "no sbatch here" in result.output
 
 
-def test_a_check_that_breaks_is_reported_and_the_others_go_on() -> None:
+@pytest.mark.parametrize(("needed", "status"), [(True, "fail"), (False, "warn")])
+def test_a_check_that_breaks_is_reported_and_the_others_go_on(needed: bool, status: str) -> None:
+    """And an environment of which nobody knows what it needs is not fit."""
+
     def broken() -> Finding:
         raise OSError("no such device")
 
-    checks = diagnose({"broken": Check(broken), "next": Check(lambda: Finding("ok", "1"))})
-    assert [(check.name, check.status) for check in checks] == [("broken", "warn"), ("next", "ok")]
+    checks = diagnose({"broken": Check(broken, needed), "next": Check(lambda: Finding("ok", "1"))})
+    assert [(check.name, check.status) for check in checks] == [("broken", status), ("next", "ok")]
+    assert is_fit(checks) != needed
     assert "no such device" in checks[0].detail
 
 
