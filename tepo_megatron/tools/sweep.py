@@ -399,6 +399,8 @@ class Sweep:
                 return _RunEnd(run, "done", seconds=time.monotonic() - start)
             if self.stopped_by is not None:
                 return _RunEnd(run, "stopped")
+            if run.is_done:  # train would refuse to resume it, and that error would hide this one
+                break
         return _RunEnd(run, "failed", f"{_error(log, printed)} ({log})")
 
     def _start(self, run: SweepRun, log: Path) -> int:

@@ -169,8 +169,13 @@ def test_a_damaged_file_or_folder_of_one_run_leaves_the_others(tmp_path: Path, m
     assert [" left" in line for line in lines[1:]] == [True, True, False]
 
 
-def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("written", "reported"), [("checkpoints", "the second"), ("model", "the first")])
+def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(
+    written: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has exported its model is not started again."""
     code = (
+        f"pathlib.Path({str(tmp_path / 'out/seed0' / written)!r}).mkdir(parents=True, exist_ok=True)\n"
         f"marker = pathlib.Path({str(tmp_path / 'marker')!r})\n"
         "print('error: the second' if marker.exists() else 'error: the first')\n"
         "marker.touch()\n"
@@ -179,7 +184,8 @@ def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(tmp_path: P
     replace_python(monkeypatch, tmp_path, code)
     sweep = read_sweep(write(tmp_path, attempts=2))
     (ended,) = Sweep(sweep, runs_of(sweep), say=lambda line: None).run()
-    assert ended.said.startswith("error: the second (")
+    assert ended.outcome == "failed"
+    assert ended.said.startswith(f"error: {reported} (")
 
 
 @pytest.mark.parametrize(
