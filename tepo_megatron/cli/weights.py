@@ -60,7 +60,7 @@ def _verify_command(
 
     [dim]tepo checkpoint verify out/tiny/checkpoints/step_000040[/]
     """
-    one = folder.name.startswith("step_") and folder.is_dir()
+    one = folder.name.startswith("step_") and folder.is_dir() and not (folder / "checkpoints").is_dir()
     chosen = [folder] if one else checkpoints(_parent(folder))
     if not chosen:
         raise ValueError(f"{_parent(folder)} has no checkpoint")

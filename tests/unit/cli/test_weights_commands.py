@@ -115,6 +115,8 @@ def test_verify_names_damage_and_prune_counts_no_damaged_one_nor_what_a_run_may_
     assert (words in shown, shown.count("whole: ")) == (True, 2)
     run("verify", folder, code=1)
     run("verify", out / "checkpoints" / "step_000002")
+    (out / "step_penalty").symlink_to(out, target_is_directory=True)  # a run's name may begin like a checkpoint's
+    assert run("verify", out / "step_penalty", code=1) == shown
     (out / "checkpoints" / "step_000010.partial").mkdir()
     (out / "checkpoints" / "step_000001.abandoned").mkdir()
     said = run("prune", out, "--keep", "1")
