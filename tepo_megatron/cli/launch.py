@@ -42,6 +42,8 @@ def _run(
 
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
+    if as_json and not dry_run:
+        raise ValueError("--json shows what --dry-run does; add --dry-run, or leave --json out to submit the job")
     chosen = [f"cluster.executor={executor}"] if executor else []
     config = _load(run, [*(overrides or ()), *chosen, *(["train.resume=true"] if resume else [])], trains=True)
     if config.cluster.executor == "slurm":

@@ -404,6 +404,15 @@ def test_launching_without_nemo_run_is_one_sentence(monkeypatch: pytest.MonkeyPa
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_json_without_a_dry_run_submits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that reads JSON would get none, and the job would run."""
+    monkeypatch.setattr("tepo_megatron.cli.launch._launch", lambda *_: pytest.fail("submitted"))
+    words = ["launch", ROOT / "examples" / "tiny" / "run.yaml", "--executor", "local", "output=/shared/out"]
+    done = invoke(*words, "--json", code=1)
+    assert done.stderr.startswith("error: --json shows what --dry-run does;")
+    assert json.loads(invoke(*words, "--json", "--dry-run").stdout).keys() == {"plan", "scripts"}
+
+
 SET = {
     **{"MODEL": "model.path", "TRAIN_DATA": "data.train", "HELDOUT_DATA": "data.heldout", "ACCOUNT": "cluster.account"},
     **{"PARTITION": "cluster.partition", "CONTAINER": "cluster.container", "NODE_PYTHON": "cluster.python"},
