@@ -261,19 +261,25 @@ def token_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(name), path) for name, path in files.items() if name.isdecimal()))
 
 
-def read_tokens(path: Path) -> TokenSamples:
-    """Raises FileNotFoundError, or ValueError for an unreadable file or another kind."""
+def read_tokens(path: Path, *, values: bool = True) -> TokenSamples:
+    """Without ``values`` it reads only what is of responses; tokens' are 0. Raises FileNotFoundError, or ValueError for an
+    unreadable file or another kind.
+    """
     try:
         with np.load(path, allow_pickle=False) as archive:
             meta: Any = json.loads(str(archive["meta"][()]))
             written = meta["format"]
-            if written in (1, _FORMAT):  # 1 has no divergence
+            if written in (1, _FORMAT):
+                tokens = int(archive["lengths"].sum())
+                unread = () if values else _ARRAYS.keys() - _OF_RESPONSES.keys()
+                made = {name: np.broadcast_to(_ARRAYS[name](), tokens) for name in unread}
+                if written == 1:
+                    made["divergence"] = np.broadcast_to(np.float32(np.nan), tokens)  # it has none
                 return TokenSamples(
                     step=int(meta["step"]),
                     prompts=tuple(TokenPrompt(**prompt) for prompt in meta["prompts"]),
                     pieces={int(token): str(text) for token, text in meta["pieces"].items()},
-                    **{name: archive[name] for name in _ARRAYS if written > 1 or name != "divergence"},
-                    **({"divergence": np.full_like(archive["ratio"], np.nan)} if written == 1 else {}),
+                    **{name: made[name] if name in made else archive[name] for name in _ARRAYS},
                 )
     except FileNotFoundError:
         raise

@@ -161,6 +161,7 @@ def _samples_data(runs: Sequence[Run], most: int, megabytes: float) -> dict[str,
         chosen += evenly(groups, most, room)
     with_tokens = (group for group in chosen if group.kind == "tokens")  # run by run
     tokens = {run: pack(list(groups)) for run, groups in itertools.groupby(with_tokens, lambda group: group.run)}
+    chosen = [group for group in chosen if group.kind != "tokens" or "at" in group.responses[0]]
     names = ("run", "kind", "step", "problem", "prompt", "answer", "source")
     data = [{name: getattr(group, name) for name in names} | {"responses": _finite(group.responses)} for group in chosen]
     return {"groups": data, "recorded": recorded, "tokens": tokens}

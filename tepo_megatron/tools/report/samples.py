@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +28,7 @@ class SampleGroup:
     responses: list[dict[str, Any]]
     cost: int
     source: str = ""
-    origin: Any = field(default=None, repr=False)  # of tokens: the samples, and their numbers
+    origin: Any = field(default=None, repr=False)  # of tokens: the file, the samples' numbers, the lengths of all in it
 
     @staticmethod
     def read(run: int, folder: Path, kind: str) -> list[SampleGroup]:
@@ -128,17 +129,17 @@ def _token_groups(run: int, folder: Path) -> list[SampleGroup]:
     result: list[SampleGroup] = []
     for path in token_files(folder).values():
         try:
-            samples = read_tokens(path)
+            samples = read_tokens(path, values=False)
         except FileNotFoundError:
             continue
         groups = defaultdict[int, list[int]](list)
         for index, group in enumerate(samples.group.tolist()):
             groups[group].append(index)
-        result += [_token_group(run, samples, tuple(members)) for members in groups.values()]
+        result += [_token_group(run, path, samples, tuple(members)) for members in groups.values()]
     return result
 
 
-def _token_group(run: int, samples: TokenSamples, members: tuple[int, ...]) -> SampleGroup:
+def _token_group(run: int, path: Path, samples: TokenSamples, members: tuple[int, ...]) -> SampleGroup:
     prompt = samples.prompts[int(samples.prompt[members[0]])]
     responses: list[dict[str, Any]] = [
         {
@@ -151,17 +152,25 @@ def _token_group(run: int, samples: TokenSamples, members: tuple[int, ...]) -> S
     ]
     texts = {"problem": prompt.problem, "prompt": prompt.text, "answer": prompt.answer or "", "source": prompt.source}
     cost = sum(response["tokens"] for response in responses)
-    return SampleGroup(run, "tokens", samples.step, responses=responses, cost=cost, origin=(samples, members), **texts)
+    origin = (path, members, samples.lengths)
+    return SampleGroup(run, "tokens", samples.step, responses=responses, cost=cost, origin=origin, **texts)
+
+
+def _with_values(groups: Sequence[SampleGroup]) -> Iterator[tuple[SampleGroup, TokenSamples]]:
+    """Leaves out those whose file was removed or replaced since: the run went back."""
+    for path, of_file in groupby(groups, lambda group: group.origin[0]):
+        with suppress(FileNotFoundError):
+            samples = read_tokens(path)
+            yield from ((group, samples) for group in of_file if np.array_equal(group.origin[2], samples.lengths))
 
 
 def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
-    """Sets ``at``, the first token, in each response."""
+    """Sets ``at``, the first token, in each response; in none of a group whose file is gone."""
     parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *COLUMNS)}
     pieces: dict[str, int] = {}
     index = 0
-    for group in groups:
-        samples, members = group.origin
-        taken = [samples.tokens_of(member) for member in members]
+    for group, samples in _with_values(groups):
+        taken = [samples.tokens_of(member) for member in group.origin[1]]
         for response in group.responses:
             response["at"], index = index, index + response["tokens"]
         of_group = {name: column(samples) for name, column in COLUMNS.items()}
@@ -170,7 +179,7 @@ def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
         of_group["flags"] = samples.loss_mask * FLAG_TRAINED + samples.masked * FLAG_MASKED
         of_group["version"] = samples.version
         for name, values in of_group.items():
-            parts[name] += [values] if name == "id" else [values[item] for item in taken]
+            parts[name] += [values] if name == "id" else [values[item].copy() for item in taken]  # frees the file's arrays
     joined = {name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()}
     columns = {name: _encode(joined[name], np.dtype(np.uint32)) for name in ("id", "version")}
     columns["flags"] = _encode(joined["flags"], np.dtype(np.uint8))

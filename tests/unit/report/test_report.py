@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tepo_megatron.cli import after_run as command
-from tepo_megatron.run.metrics import TokenSamples, token_file
+from tepo_megatron.run.metrics import TokenSamples, read_tokens, token_file
 from tepo_megatron.tools.report import SCRIPTS, write_report
 from tepo_megatron.tools.report.runs import Run, changes, compared, run_groups, settings_of
 from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack
@@ -355,6 +355,26 @@ def test_a_run_of_90_steps_with_3000_samples_is_under_5_mb(tmp_path: Path) -> No
     small = write_report([folder], tmp_path / "page.html", megabytes=0.5)
     assert small.bytes < 0.6e6
     assert small.samples < written.samples
+
+
+def test_only_files_of_chosen_samples_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of those that a run removes or replaces meanwhile, which goes back, nothing is shown."""
+    folder = write_run(tmp_path / "run", recorded=range(1, 31), groups=5, samples=8)
+    whole: list[int] = []
+
+    def read(path: Path, **options: bool) -> TokenSamples:
+        step, values = int(path.stem.removeprefix("step_")), options.get("values", True)
+        whole.extend([step] if values else [])
+        if values and step == 1:
+            path.unlink()
+        elif values and step == 30:
+            path.write_bytes(made_up_tokens(step, [2, 4]).encode())
+        return read_tokens(path, **options)
+
+    monkeypatch.setattr("tepo_megatron.tools.report.samples.read_tokens", read)
+    write_report([folder], tmp_path / "page.html", most_samples=24)
+    groups = [group for group in data(tmp_path / "page.html", "samples")["groups"] if group["kind"] == "tokens"]
+    assert (whole, [(group["step"], len(group["responses"])) for group in groups]) == ([1, 15, 30], [(15, 8)])
 
 
 def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
