@@ -235,6 +235,8 @@ def _read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
     """The input's end ends the process even during user code."""
     try:
         for line in requests:
+            if not line.endswith(b"\n"):
+                break  # its writer was killed
             inbox.put(json.loads(line))
     except MemoryError:
         os._exit(_NO_MEMORY)

@@ -5,6 +5,7 @@ may, and end with their parent. ``odd_verifiers.judge`` does what the response s
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -427,12 +428,22 @@ def test_workers_die_with_the_parent(tries: Path, work: str, how: signal.Signals
     assert "tasks/reward/worker.py" not in shown
 
 
+LIMITS = {"timeout_s": TIMEOUT_S, "memory_mb": 1000, "file_mb": 1, "network": True, "run_code": False}
+SETUP = {"verifier": f"{FILE}:judge", "kwargs": {}, "path": sys.path, **LIMITS}
+
+
+def test_a_worker_ends_at_a_line_that_is_cut() -> None:
+    """Its parent was killed while it wrote."""
+    command = [sys.executable, "-m", "tepo_megatron.tasks.reward.worker"]
+    text = json.dumps(SETUP) + "\n" + '[[0, {"id'
+    subprocess.run(command, input=text.encode(), capture_output=True, check=True, timeout=TIMEOUT_S)
+
+
 @contextmanager
 def worker_with(response: str, timeout_s: float = TIMEOUT_S, stderr: IO[bytes] | None = None) -> Iterator[WorkerProcess]:
     """A worker that is alone, and has been sent the response."""
     worker = WorkerProcess("tepo_megatron.tasks.reward.worker", stderr=stderr)
-    limits = {"timeout_s": timeout_s, "memory_mb": 1000, "file_mb": 1, "network": True, "run_code": False}
-    worker.send({"verifier": f"{FILE}:judge", "kwargs": {}, "path": sys.path, **limits}, TIMEOUT_S)
+    worker.send(SETUP | {"timeout_s": timeout_s}, TIMEOUT_S)
     assert worker.receive()[0]["ready"]
     worker.send([[0, PROBLEM.to_json(), [ResponseText(response).to_json()]]], TIMEOUT_S)
     yield worker
