@@ -157,8 +157,8 @@ class _Peer:
             reply = ["error", self.encode((type(error), tuple(error.args)))]
         changes = []
         for value, sent in zip([*values, *named.values()], [*args, *kwargs.values()], strict=True):
-            now = self.encode(value) if isinstance(value, _MUTABLE) else sent
-            changes.append(now if now != sent else None)
+            now = self.encode(value) if isinstance(value, _MUTABLE) else None
+            changes.append(None if now == sent else now)
         self._send([*reply, changes])
 
     def receive(self) -> Any:

@@ -96,6 +96,7 @@ class Point:
     def __exit__(self, *error): self.x = 0
 """
 HONEST = [
+    case("def f(x): return x != x", "assert f(float('nan'))"),
     case(SUBCLASS, "assert f(3) == 3 and type(f(3)) is int"),
     case("def f(operation, function, self): return function(self)", "assert f(operation='a', function=len, self=[1]) == 1"),
     case("def f(x, kind): return sum(isinstance(i, kind) for i in x)", "assert f([1, None], type(None)) == 1"),
