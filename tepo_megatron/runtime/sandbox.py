@@ -225,14 +225,15 @@ _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] 
     # AUDIT_ARCH; prctl, clone, prlimit64, socketpair; then by error:
     # ptrace, open_by_handle_at, clone3, fork, vfork
     # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, setpriority, ioprio_set,
-    # shmget, msgget, semget, mq_open, io_uring_setup
+    # shmget, msgget, semget, mq_open, io_uring_setup,
+    # add_key, request_key, keyctl, unshare, setns, bpf, perf_event_open, userfaultfd
     # socket, connect
     "x86_64": (
         0xC000003E,
         (157, 56, 302, 53),
         {
             errno.ENOSYS: (101, 304, 435, 57, 58),  # the C library then tries another call
-            errno.EPERM: (203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425),
+            errno.EPERM: (203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425, 248, 249, 250, 272, 308, 321, 298, 323),
             errno.ENETUNREACH: (41, 42),
         },
     ),
@@ -241,7 +242,7 @@ _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] 
         (167, 220, 261, 199),
         {
             errno.ENOSYS: (117, 265, 435),
-            errno.EPERM: (122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425),
+            errno.EPERM: (122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425, 217, 218, 219, 97, 268, 280, 241, 282),
             errno.ENETUNREACH: (198, 203),
         },
     ),
