@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,9 +20,13 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron.gpu import check_config
-from tepo_megatron.trainer.megatron.policy import offload
+from tepo_megatron.trainer.megatron.policy import Policy, offload
+from tepo_megatron.trainer.megatron.policy.checkpoints import MegatronCheckpoints
 from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.weights.layouts import MegatronParallel
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
+from tests.support.reshard_models import small_spec
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) < 3e38)
 
@@ -170,6 +175,24 @@ def test_a_master_is_set_where_it_is_held() -> None:
     value = torch.arange(6.0).view(2, 3)
     OptimizerStates(wrapped).set_master(param, value)
     assert torch.equal(param, value)
+
+
+def test_a_save_lists_the_trained_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dict of all parameters for each pair of shard and owner would take seconds for a model with many experts."""
+    split = MegatronParallel(tp=2, pp=2)
+    layouts = split.layouts(small_spec())
+    params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in layouts[0].params.items()}
+    listed = mock.PropertyMock(return_value=params)
+    monkeypatch.setattr(Policy, "trained", listed)
+    optimizer = object.__new__(DistributedOptimizer)
+    adam = optimizer.optimizer = torch.optim.AdamW(params.values())
+    monkeypatch.setattr(OptimizerStates, "_held", lambda _, param: (adam, param, slice(0, param.numel())))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    policy: Any = Policy([], [], optimizer, mock.Mock(), params)
+    weights: Any = SimpleNamespace(policy=policy, split=split, trained_sources=GatherPlan(layouts))
+    boxes = dict(MegatronCheckpoints(weights, group=None, about={})._boxes())
+    assert len(boxes) == len(STATES) * len(layouts[0].shards)
+    assert listed.call_count == 1
 
 
 @given(sizes=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([torch.bfloat16, torch.float32])), max_size=4))

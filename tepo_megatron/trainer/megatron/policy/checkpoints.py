@@ -22,7 +22,6 @@ from tepo_megatron.config.objective.choices import ClipRange
 from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
 from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, broadcast_json
-from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.megatron.policy.offload import HostCopies
 from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
@@ -38,13 +37,15 @@ _CPU = torch.device("cpu")
 _Boxes = Iterable[tuple[str, Tensor]]  # by `box_key`
 
 
-def _shards_to_save(sources: GatherPlan, split: MegatronParallel, rank: int, policy: Policy) -> list[Shard]:
-    if not OptimizerStates(policy.optimizer).distributed:
+def _shards_to_save(
+    sources: GatherPlan, split: MegatronParallel, rank: int, states: OptimizerStates, trained: Mapping[str, torch.nn.Parameter]
+) -> list[Shard]:
+    if not states.distributed:
         return sources.shards_of(rank)
     place = split.coordinates(rank)
     shards = []
     for owner, shard in (pair for pairs in sources.owners.values() for pair in pairs):
-        other, param = split.coordinates(owner), policy.trained.get(shard.param)
+        other, param = split.coordinates(owner), trained.get(shard.param)
         if param is None or other.pp_rank != place.pp_rank:
             continue
         expert = OptimizerStates.is_parallel_expert(param)
@@ -208,10 +209,10 @@ class MegatronCheckpoints:
 
     def _boxes(self) -> Iterator[tuple[str, Tensor]]:
         policy, sources, rank = self._policy, self._weights.trained_sources, dist.get_rank()
-        by_param = _shards_by_param(_shards_to_save(sources, self._weights.split, rank, policy))
-        states = OptimizerStates(policy.optimizer)
-        for name, state, values in states.collect(policy.trained):
-            param = policy.trained[name]
+        states, trained = OptimizerStates(policy.optimizer), policy.trained  # once: it is a new dict at each access
+        by_param = _shards_by_param(_shards_to_save(sources, self._weights.split, rank, states, trained))
+        for name, state, values in states.collect(trained):
+            param = trained[name]
             for tensor, box, part in _local_parts(values, states.range_of(param), param, by_param.get(name, ())):
                 yield box_key(state, tensor, box), part.clone()
         if policy.lora is None:
