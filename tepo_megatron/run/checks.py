@@ -133,18 +133,17 @@ def _check_shards(run: RunSubject) -> None:
     check_imported(run.config.model.shards, run.model_dir)
 
 
-def _check_head(run: RunSubject) -> None:
-    folder = run.config.model.shards or run.model_dir
-    tensors = StoredWeights.open(folder).boxes
-    if "lm_head.weight" not in tensors:
-        raise ValueError(
-            f"engine.head = fused, but {folder} has no lm_head.weight to fuse, and config.json does not tie the head to the "
-            "embedding; give a model with a head (a reward or embedding model has none)"
-        )
-    if "lm_head.bias" in tensors:
-        raise ValueError(
-            f"engine.head = fused has no place for a bias, and {folder} has lm_head.bias; give a model whose head has none"
-        )
+def _check_weights(run: RunSubject) -> None:
+    """Reads headers only. What the trainer's ranks would refuse when they load, after servers and ranks have started."""
+    specs = {folder: read_model_spec(folder) for folder in run.folders_of_teachers("ranks").values()}
+    if run.config.model.shards is None:  # the shards are compared with the model, which is checked for that
+        specs[run.model_dir] = run.spec
+    for folder, spec in specs.items():
+        StoredWeights.open(folder).check(tensor_shapes(spec))
+
+
+def _is_root() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server machine"
@@ -156,18 +155,16 @@ RUN_CHECKS: tuple[_NamedCheck, ...] = (
         "checkpoint",
         lambda run: Resumed.find(run.config, run.model_dir),
         _MODEL,
-        lambda run: os.environ.get("RANK", "0") == "0" and resumes(run.config),
+        lambda run: _is_root() and resumes(run.config),
     ),
     _NamedCheck("trainer", _check_trainer, _MODEL),
+    _NamedCheck("weights", _check_weights, _MODEL, lambda _: _is_root()),
     _NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
     _NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     _NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
     _NamedCheck("server split", _check_split, _MODEL, lambda run: run.samples),
     _NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
     _NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
-    _NamedCheck(
-        "fused head", _check_head, _MODEL, lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings
-    ),
     _NamedCheck("memory", lambda run: run.check_memory(run.spec), _MODEL | _TRAINER),
     _NamedCheck("server machine", _check_server_machine, _MODEL | {SERVER_MACHINE}, lambda run: run.samples),
     _NamedCheck(

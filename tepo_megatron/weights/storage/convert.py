@@ -187,8 +187,6 @@ def _rank_files(
     entries = []
     for shard in layout.shards:
         dtype = weights.boxes[shard.tensor][0].dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
         entries.append(_FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
     names = (f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors" for number in count(1))
     groups = batches(entries, lambda entry: entry.nbytes, shard_bytes)

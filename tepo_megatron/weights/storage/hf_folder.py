@@ -18,7 +18,7 @@ from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.storage.stored import open_safetensors, tensor_batches
+from tepo_megatron.weights.storage.stored import first_problems, open_safetensors, tensor_batches
 
 SHARD_BYTES = 4 * 2**30
 
@@ -172,14 +172,11 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
         stored = config.get(name, False if name == "use_rslora" else None)
         if stored != expected:
             problems.append(f"{name} is {stored!r}, and model.lora.{field} is {expected!r}")
-    if not problems:
-        problems = _wrong_tensors(folder, shapes)
-    if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+    named = first_problems(problems) or first_problems(*_wrong_tensors(folder, shapes))
+    if named:
         raise ValueError(
-            f"model.lora.path = {folder} does not hold this run's adapters; change model.lora, or give another folder:\n  "
-            + "\n  ".join(problems[:8])
-            + more
+            f"model.lora.path = {folder} does not hold this run's adapters; change model.lora, or give another folder:\n"
+            f"  {named}"
         )
 
 
@@ -202,7 +199,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}  # null switches a feature off
 
 
-def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str], list[str]]:
     with open_safetensors(folder / _PEFT_WEIGHTS) as handle:
         stored = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
     expected = {PEFT_PREFIX + name: shape for name, shape in shapes.items()}
@@ -213,6 +210,4 @@ def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[
         for name, shape in expected.items()
         if name in stored and stored[name] != shape
     ]
-    # the first of each kind before the rest, since only the first few are shown
-    kinds = [missing, unexpected, misshapen]
-    return [kind[0] for kind in kinds if kind] + [problem for kind in kinds for problem in kind[1:]]
+    return missing, unexpected, misshapen

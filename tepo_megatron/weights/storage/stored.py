@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tepo_megatron.weights.architecture import read_object
 from tepo_megatron.weights.geometry import Box, ShardLayout
 from tepo_megatron.weights.storage.manifest import FileRecord, model_files
 
@@ -33,10 +34,15 @@ WEIGHT = "weight"
 
 _MTP_PROJECTION = "eh_proj.weight"
 
+_HEAD = "lm_head.weight"
+_HEADLESS = " (a reward or embedding model has none; give a model with a head)"
+
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FILE_BYTES = 4 * 2**30
+
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,12 @@ class StoredWeights:
     @classmethod
     def _open_hugging_face(cls, folder: Path) -> StoredWeights:
         files, boxes = model_files(folder), dict[str, list[_StoredBox]]()
+        if quantization := read_object(folder / "config.json").get("quantization_config"):
+            raise ValueError(
+                f"{folder} holds quantised weights (config.json has quantization_config = {str(quantization)[:80]}), and the "
+                "trainer takes plain ones; give the model that they were made from (rollout.server.quantization rounds the "
+                "servers' copies)"
+            )
         if not files:
             raise ValueError(
                 f"{folder} has no *.safetensors; give a Hugging Face folder with its weights, one of 'tepo import', or a "
@@ -108,28 +120,30 @@ class StoredWeights:
         derived = {
             name
             for name in self.boxes
-            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" or name.startswith(mtp_prefixes)
+            if name.endswith("rotary_emb.inv_freq") or name == _HEAD or name.startswith(mtp_prefixes)
         }
-        problems = [f"missing: {name}" for name in shapes if name not in self.boxes]
-        problems += [f"unexpected: {name}" for name in self.boxes if name not in shapes and name not in derived]
-        for name, shape in shapes.items():
-            if name in self.boxes:
-                problems += _problems(name, tuple(shape), self.boxes[name])
+        missing = [f"missing: {name}" + (_HEADLESS if name == _HEAD else "") for name in shapes if name not in self.boxes]
+        unexpected = [f"unexpected: {name}" for name in self.boxes if name not in shapes and name not in derived]
+        wrong = [
+            problem
+            for name, shape in shapes.items()
+            if name in self.boxes
+            for problem in _problems(name, tuple(shape), self.boxes[name])
+        ]
+        problems = first_problems(missing, unexpected, wrong)
         if problems and any(".lora_A." in name for name in self.boxes):
             raise ValueError(
                 f"{self.folder} holds LoRA adapters alone; resume the run at its last step, which exports the merged model to "
                 "OUT/model and the adapters to OUT/adapter"
             )
         if problems:
-            raise ValueError(
-                f"{self.folder} does not hold the model that {described_by} describes:\n  " + "\n  ".join(problems)
-            )
+            raise ValueError(f"{self.folder} does not hold the model that {described_by} describes:\n  {problems}")
 
     @classmethod
     def load(cls, folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
         """Reads only this rank's boxes; the vocabulary's padding becomes zero.
 
-        Raises ValueError, before any write, naming all missing, unexpected and misshapen tensors, or the damaged file.
+        Raises ValueError, before any write, naming missing, unexpected and misshapen tensors, or the damaged file.
         """
         weights = cls.open(folder)
         weights.check(layout.shapes)
@@ -157,11 +171,20 @@ class StoredWeights:
         return into
 
 
+def first_problems(*kinds: Sequence[str]) -> str:
+    """Returns a few lines, with the first of each kind before the rest."""
+    problems = [kind[0] for kind in kinds if kind] + [problem for kind in kinds for problem in kind[1:]]
+    more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
+    return "\n  ".join([*problems[:_MAX_NAMED], *more])
+
+
 def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> Iterator[str]:
     boxes = [stored_box.box for stored_box in stored]
     is_whole = any(stored_box.key == name for stored_box in stored)
     fits = all(len(box.stop) == len(shape) and all(a <= b for a, b in zip(box.stop, shape, strict=True)) for box in boxes)
     held = sum(box.numel for box in boxes)
+    for dtype in sorted({stored_box.dtype for stored_box in stored} - DTYPES.keys()):
+        yield f"unsupported: {name} is {dtype}; known: {', '.join(DTYPES)}"
     if not fits or (is_whole and boxes[0].shape != shape):
         yield f"misshapen: {name} is {max(box.stop for box in boxes)}, config.json makes it {shape}"
     elif held != math.prod(shape):

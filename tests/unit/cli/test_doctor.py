@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tepo_megatron.cli import doctor, machine_checks
 from tepo_megatron.cli.doctor import run_checks
@@ -322,6 +324,21 @@ def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrid
     assert (check.status, check.needed, said in check.advice) == ("fail", True, True), check
 
 
+@pytest.mark.parametrize("place", ["model.path", "teachers.big.path"])
+def test_weights_that_the_trainer_cannot_load_are_reported_from_their_headers(place: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "quantised")
+    config = load_run(None, [f"{place}={folder}", *(["objective.preset=on_policy_distill"] if "teachers" in place else [])])
+    assert of_run(config, "weights").status == "ok"
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.to(torch.float8_e4m3fn) if "_proj." in name else tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    found = of_run(config, "weights")
+    assert (found.status, found.needed, "q_proj.weight is F8_E4M3; known" in found.advice) == ("fail", True, True), found
+    description = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(description))
+    assert "quantization_config = {'quant_method': 'fp8'}" in of_run(config, "weights").advice
+
+
 def test_answers_that_an_evaluation_would_misjudge_are_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def parts(problem, response):\n    return {'right': float(response == problem.answer), 'form': 1.0}\n"
@@ -341,8 +358,8 @@ def test_answers_that_an_evaluation_would_misjudge_are_reported(tmp_path: Path) 
 
 def test_checks_of_features_that_a_run_does_not_use_are_not_listed() -> None:
     names = set(run_checks(load_run(None, ["rollout.server.tp=2"])))
-    assert {"trainer", "server split", "memory", "model and data", "verifier"} <= names
-    assert not {"loggers", "shards", "adapters", "fused head", "routing replay"} & names
+    assert {"trainer", "weights", "server split", "memory", "model and data", "verifier"} <= names
+    assert not {"loggers", "shards", "adapters", "routing replay"} & names
     assert of_run(load_run(None, ["rollout.server.tp=2"]), "server split").status == "ok"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from safetensors.torch import load_file, save_file
 
 from tepo_megatron.cli import doctor
 from tepo_megatron.cli.doctor import run_checks
@@ -71,6 +72,10 @@ def chatty(own: Path) -> Path:
     settings = json.loads((folder / "config.json").read_text())
     fitting = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eos_ids[0]}
     (folder / "config.json").write_text(json.dumps({**settings, **fitting}))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name].new_zeros(tokenizer.vocab_size, tensors[name].shape[1])
+    save_file(tensors, folder / "model.safetensors")
     return own
 
 

@@ -340,7 +340,7 @@ def test_a_checkpoint_says_what_it_needs(model: Path, checkpoint: Path, tmp_path
 # -- folders that a run reads and writes
 
 
-def test_a_whole_model_is_loaded_and_of_another_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
+def test_a_whole_model_is_loaded_and_of_another_wrong_tensors_are_named_at_once(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", shard_bytes=2**20)
     tensors = all_tensors(model)
     layout = MegatronParallel().layout(read_model_spec(model), 0)
@@ -351,13 +351,23 @@ def test_a_whole_model_is_loaded_and_of_another_every_wrong_tensor_is_named_at_o
     loaded = {name: param.clone() for name, param in params.items()}
     del tensors["model.norm.weight"]
     changed = {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 12), "model.layers.9.extra.weight": torch.zeros(2)}
+    changed |= {f"model.layers.{layer}.input_layernorm.weight": torch.zeros(12, dtype=torch.int8) for layer in range(4)}
+    changed |= {f"model.layers.0.mlp.{number}.weight": torch.zeros(2) for number in range(3)}
     save_file(tensors | changed, model / "model.safetensors")
     with pytest.raises(ValueError, match="does not hold the model") as caught:
         StoredWeights.load(model, layout, params)
     assert "missing: model.norm.weight" in str(caught.value)
+    assert "unsupported: model.layers.0.input_layernorm.weight is I8; known: F32, BF16, F16, F64" in str(caught.value)
+    assert str(caught.value).endswith("and 2 more")
     assert "unexpected: model.layers.9.extra.weight" in str(caught.value)
     assert "misshapen: model.layers.1.mlp.up_proj.weight is (3, 12), config.json makes it (8, 12)" in str(caught.value)
     assert all(torch.equal(param, loaded[name]) for name, param in params.items())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
+    with pytest.raises(
+        ValueError, match=r"quantization_config = \{'quant_method': 'awq', .*give the model that they were made"
+    ):
+        StoredWeights.load(model, layout, params)
 
 
 def test_a_model_that_cannot_be_written_leaves_what_was_there_and_nothing_half_written(model: Path, tmp_path: Path) -> None:
