@@ -141,6 +141,10 @@ def _name(segment: _MessageSegment) -> str:
     return segment.end.name
 
 
+def _param(segment: _MessageSegment) -> str:
+    return segment.end.param
+
+
 def _segments(end: MoveEnd, limit: int, room: int) -> Iterator[_MessageSegment]:
     rows, row = end.region.box.shape[0], math.prod(end.region.box.shape[1:])
     box = first = 0
@@ -232,6 +236,8 @@ class _Exchange:
         self._largest = {peer: max(map(numel_of, queue)) for peer, queue in queues.items()}
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._computed: dict[tuple[object, ...], Tensor] = {}
+        self._held: dict[tuple[int, str], Tensor] = {}
+        self._unsent = {peer: Counter(_param(segment) for segment in chain(*queue)) for peer, queue in queues.items()}
         self.rounds = max((len(queue) for queue in queues.values()), default=0)
         self.digests = {
             peer: TensorDigests(segment.end.name for message in queue for segment in message) for peer, queue in queues.items()
@@ -267,14 +273,28 @@ class _Exchange:
     def pack(self, message: _WireMessage, peer: int, number: int) -> Tensor:
         data = self.buffer(message, peer, number)
         for segment, values in _split(message, data):
-            view = segment.view(self._params[segment.end.param].detach(), self._wire)
+            view = segment.view(self._look_up(segment, peer), self._wire)
             if not _is_same(view, values):
                 values.view(view.shape).copy_(view)
+            self._unsent[peer][_param(segment)] -= 1
+            if not self._unsent[peer][_param(segment)]:
+                del self._held[peer, _param(segment)]
         return data
+
+    def _look_up(self, segment: _MessageSegment, peer: int) -> Tensor:
+        """Keeps a parameter from its first to its last segment to a peer: each access merges its adapters."""
+        name = _param(segment)
+        if self._direction == "receiving":
+            return self._params[name].detach()
+        if (peer, name) not in self._held:
+            of_others = (self._held[other, name] for other in self._queues if (other, name) in self._held)
+            param = next(of_others, None)
+            self._held[peer, name] = self._params[name].detach() if param is None else param
+        return self._held[peer, name]
 
     def buffer(self, message: _WireMessage, peer: int, number: int) -> Tensor:
         if len(message) == 1:
-            view = message[0].view(self._params[message[0].end.param].detach(), self._wire)
+            view = message[0].view(self._look_up(message[0], peer), self._wire)
             if view.is_contiguous() and view.dtype == self._wire and view.device == self._devices[peer]:
                 return view.view(-1)
         slot = (peer, number % WINDOW)

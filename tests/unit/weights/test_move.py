@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -87,6 +89,40 @@ def test_what_changes_after_it_arrived_is_named(data: st.DataObject, case: Case,
     assert changed_since(digests, incoming, found[victim], BF16) == [moved.destination_param]
     others = {name: param for name, param in found[victim].items() if name != moved.destination_param}
     assert changed_since(digests, incoming, others, BF16) == []
+
+
+class Merging(dict[str, Tensor]):
+    """Makes a new tensor at each access, as LoRA's mapping does, and counts those that are alive."""
+
+    def __init__(self, params: dict[str, Tensor]) -> None:
+        super().__init__(params)
+        self.made, self.alive, self.most = Counter[str](), 0, 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.made[name] += 1
+        memory = super().__getitem__(name).numpy().copy()
+        weakref.finalize(memory, self._freed)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        return torch.from_numpy(memory)  # whose views keep it too
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+
+@settings(max_examples=12)
+@given(case=cases(), limit=st.sampled_from([8, 64, 1000]), alone=st.sampled_from([8, 2**18]))
+def test_a_parameter_is_merged_once_for_a_peer_at_most_and_few_are_kept(case: Case, limit: int, alone: int) -> None:
+    plan, sources, expected = setting(case)
+    merging, found = [Merging(params) for params in sources], [blank(params) for params in expected]
+    carry_out(plan, merging, found, limit=limit, alone=alone)
+    for params, got in zip(expected, found, strict=True):
+        assert all(torch.equal(got[name], tensor) for name, tensor in params.items())
+    for rank, params in enumerate(merging):
+        ends = MoveEnd.of(plan, rank)
+        pairs = Counter(name for name, _ in {(end.param, end.peer) for end in ends})
+        assert params.made <= pairs
+        assert params.most <= 2 * len({end.peer for end in ends})
 
 
 class Damaging(Mailbox):
