@@ -117,7 +117,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds[Run]:
             name: 0.1 * torch.randn(shape, generator=generator) for name, shape in wanted_adapters(folder / model).items()
         }
         settings = AdapterSettings(LORA.rank, LORA.alpha, False, 0.0, targets_of(model))
-        settings.write(folder / f"{model}-adapters", tensors, base_model=model)
+        settings.write(folder / f"{model}-adapters", tensors, base_model=model, folder=folder / model)
     return Worlds(folder, RUNS, train)
 
 

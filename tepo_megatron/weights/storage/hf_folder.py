@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path, sync_to_disk
+from tepo_megatron.runtime.hub import HUB
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
@@ -143,12 +144,15 @@ class AdapterSettings:
             "target_modules": sorted(self.targets),
         }
 
-    def write(self, out: Path, tensors: Mapping[str, Tensor], *, base_model: str) -> None:
-        """One process calls."""
+    def write(self, out: Path, tensors: Mapping[str, Tensor], *, base_model: str, folder: Path) -> None:
+        """One process calls. PEFT opens ``base_model`` (``model.path``) if it is of the hub, else ``folder``, where it lies."""
+        name, _, revision = base_model.removeprefix(HUB).partition("@")
+        of_hub = base_model.startswith(HUB)
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base_model,
+            "base_model_name_or_path": name if of_hub else str(folder.resolve()),
+            "revision": revision if of_hub and revision else None,
             **self.as_peft(),
             "bias": "none",
             "fan_in_fan_out": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ def test_linear_layers_are_known_by_their_names() -> None:
         adapted_tensors(tensor_shapes(small_spec()), ["q_prj", "o_proj", "w1"])
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "revision"),
+    [("hub:some/model@v1", "some/model", "v1"), ("hub:some/model", "some/model", None), ("builtin:tiny", None, None)],
+)
+def test_peft_can_open_the_base_model(path: str, name: str | None, revision: str | None, tmp_path: Path) -> None:
+    folder = Path(os.path.relpath(tmp_path))
+    AdapterSettings(RANK, 4, False, 0.0, ()).write(tmp_path / "lora", {}, base_model=path, folder=folder)
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (name or str(tmp_path), revision)
+
+
 Change = Callable[[Path], None]
 
 
@@ -113,7 +125,9 @@ def test_a_folder_comes_back_as_it_was_and_another_is_refused(tmp_path: Path, ch
     shapes = tensor_shapes(small_spec())
     wanted = adapter_shapes(shapes, adapted_tensors(shapes, TARGETS), RANK)
     tensors = {name: torch.randn(shape) for name, shape in wanted.items()}
-    AdapterSettings(RANK, 4, False, 0.0, ("o_proj", "q_proj")).write(tmp_path / "lora", tensors, base_model="m")
+    AdapterSettings(RANK, 4, False, 0.0, ("o_proj", "q_proj")).write(
+        tmp_path / "lora", tensors, base_model="m", folder=tmp_path
+    )
     nulls = dict.fromkeys(("fan_in_fan_out", "rank_pattern", "use_dora", "use_rslora", "modules_to_save"))
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
     change_config(**nulls)(tmp_path / "lora")

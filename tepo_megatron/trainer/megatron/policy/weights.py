@@ -121,7 +121,7 @@ class PolicyWeights:
         self.heartbeat.phase("export")
         tensors = {name: tensor for name, tensor in self._watched(self.stream_adapters()) if tensor is not None}
         if self.rank == 0:
-            self.adapter_settings.write(out, tensors, base_model=self.config.model.path)
+            self.adapter_settings.write(out, tensors, base_model=self.config.model.path, folder=self.model_dir)
 
     @property
     def adapter_manifest(self) -> TensorManifest:
