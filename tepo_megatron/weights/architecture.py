@@ -88,6 +88,7 @@ FAMILIES: Mapping[str, _Family] = {
 
 _SUPPORTED = {
     "hidden_act": "silu",
+    "is_causal": True,
     # Logits are the head's plain product. Other families scale, bound or shift them; vLLM reads the first for Llama too.
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
@@ -407,6 +408,10 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: _Family, where: str) -> 
     for key, value in {**_SUPPORTED, **family.only}.items():
         if (raw.get(key, value) or None) != (value or None):  # null, false, 0 and an empty list all switch a feature off
             raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
+    if not family.rotary_fraction:
+        fractions = [raw.get("partial_rotary_factor"), _rope_parameters(raw).get("partial_rotary_factor")]
+        if wrong := [fraction for fraction in fractions if fraction not in (None, 1)]:
+            raise ValueError(f"{where}: partial_rotary_factor = {wrong[0]!r} is not supported yet (only 1)")
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         raise ValueError(f"{where}: layer_types has {', '.join(sorted(kinds))}, which is not supported (only full_attention)")
