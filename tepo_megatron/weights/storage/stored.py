@@ -74,8 +74,12 @@ class StoredWeights:
 
     @classmethod
     def open_boxes(cls, folder: Path, kind: str) -> StoredWeights:
-        """``kind`` is "weight", "master", "exp_avg" or "exp_avg_sq"."""
-        boxes: dict[str, dict[Box, _StoredBox]] = {}
+        return cls.open_kinds(folder, [kind])[kind]
+
+    @classmethod
+    def open_kinds(cls, folder: Path, kinds: Sequence[str]) -> dict[str, StoredWeights]:
+        """``kinds`` are among "weight", "master", "exp_avg" and "exp_avg_sq". Opens each file once."""
+        boxes: dict[str, dict[str, dict[Box, _StoredBox]]] = {kind: {} for kind in kinds}
         for path in sorted((folder / SHARDS).glob("*.safetensors")):
             with open_safetensors(path) as handle:
                 for key in handle.keys():  # noqa: SIM118 (safe_open has keys() but is no mapping)
@@ -84,11 +88,14 @@ class StoredWeights:
                         raise ValueError(
                             f"{path} holds {key!r}, which is no box of a tensor; it was not written by this package"
                         )
-                    if fields[0] == kind:
+                    if fields[0] in boxes:
                         start = tuple(map(int, fields[2].split(",")))
                         stored = _stored(handle, path, key, start)
-                        boxes.setdefault(fields[1], {}).setdefault(stored.box, stored)
-        return cls(folder, {tensor: list(held.values()) for tensor, held in boxes.items()})
+                        boxes[fields[0]].setdefault(fields[1], {}).setdefault(stored.box, stored)
+        return {
+            kind: cls(folder, {tensor: list(held.values()) for tensor, held in of_kind.items()})
+            for kind, of_kind in boxes.items()
+        }
 
     @classmethod
     def _open_hugging_face(cls, folder: Path) -> StoredWeights:

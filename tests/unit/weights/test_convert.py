@@ -17,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages
+from tepo_megatron.weights.storage import stored
 from tepo_megatron.weights.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
@@ -368,6 +370,15 @@ def test_a_whole_model_is_loaded_and_of_another_wrong_tensors_are_named_at_once(
         ValueError, match=r"quantization_config = \{'quant_method': 'awq', .*give the model that they were made"
     ):
         StoredWeights.load(model, layout, params)
+
+
+def test_a_checkpoint_is_listed_with_one_open_of_each_file(checkpoint: Path) -> None:
+    kinds = ("master", "exp_avg")
+    with mock.patch.object(stored, "safe_open", wraps=safe_open) as opened:
+        listed = StoredWeights.open_kinds(checkpoint, kinds)
+    assert opened.call_count == len(list((checkpoint / "shards").iterdir())) > 1
+    assert listed == {kind: StoredWeights.open_boxes(checkpoint, kind) for kind in kinds}
+    assert all(box.key.startswith(kind) for kind in kinds for boxes in listed[kind].boxes.values() for box in boxes)
 
 
 def test_a_model_that_cannot_be_written_leaves_what_was_there_and_nothing_half_written(model: Path, tmp_path: Path) -> None:

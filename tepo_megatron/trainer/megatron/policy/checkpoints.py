@@ -272,7 +272,7 @@ class MegatronCheckpoints:
 
     def _restore(self, folder: Path) -> int:
         """Returns the bytes read here. Raises ValueError if a tensor is missing."""
-        stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in STATES}
+        stored = StoredWeights.open_kinds(folder, STATES)
         policy, states, read = self._policy, OptimizerStates(self._policy.optimizer), 0
         by_param = _shards_by_param(self._weights.trained_layout.shards)
         for name, param in policy.trained.items():
