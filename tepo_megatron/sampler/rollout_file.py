@@ -41,9 +41,11 @@ def _decode(text: object, dtype: DTypeLike) -> np.ndarray:
 
 
 def _read_routes(value: object) -> Any:
-    if not isinstance(value, dict) or value.get("dtype") not in _ROUTES:
+    if not isinstance(value, dict) or value.get("dtype") not in _ROUTES or not isinstance(value.get("shape"), list):
         raise ValueError("not a routing record: shape, dtype and data")
-    return _decode(value.get("data"), value["dtype"]).reshape([int(n) for n in value["shape"]])
+    if any(type(n) is not int or not 0 <= n < 2**31 for n in value["shape"]):
+        raise ValueError("not a shape of a routing record")
+    return _decode(value.get("data"), value["dtype"]).reshape(value["shape"])
 
 
 def _read_sampling_mask(value: object) -> Any:

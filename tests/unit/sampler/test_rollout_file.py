@@ -95,7 +95,12 @@ def test_a_record_cut_anywhere_is_refused(data: st.DataObject) -> None:
         ({"teacher_top": "AAAA"}, "teacher_top: Value error, not a teacher's top tokens"),
         ({"teacher_top": {"k": 3, "data": "AAAAAAAAAAA="}}, "teacher_top: .*cannot reshape"),
         ({"routed_experts": "AAAA"}, "routed_experts: Value error, not a routing record"),
+        ({"routed_experts": {"dtype": "|u1", "data": "AA=="}}, "routed_experts: Value error, not a routing record"),
         ({"routed_experts": {"shape": [2, 1, 1], "dtype": "|u1", "data": "AA=="}}, "routed_experts: .*cannot reshape"),
+        *(
+            ({"routed_experts": {"shape": [size, 1, 1], "dtype": "|u1", "data": "AA=="}}, "routed_experts: .*not a shape")
+            for size in (None, float("inf"), -1, 2**40)
+        ),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
