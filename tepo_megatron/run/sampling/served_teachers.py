@@ -51,7 +51,7 @@ class ServedTeachers:
         }
         self._threads = {name: ThreadPoolExecutor(teacher.threads, f"teacher-{name}") for name, teacher in named.items()}
         self._starting = {name: self._threads[name].submit(sampler.start) for name, sampler in self.samplers.items()}
-        self._reviving = threading.Lock()
+        self._reviving, self._closed = threading.Lock(), False
 
     def _report(self, name: str, sentence: str) -> None:
         self._say(f"teacher {name}: {sentence}")
@@ -77,6 +77,8 @@ class ServedTeachers:
                 scores = sampler.score([*prompt, *response], self._config.objective.teacher_top_k)
                 break
             except ServerDied as error:
+                if self._closed:
+                    raise
                 with self._reviving:
                     self._report(name, f"{error}; starting it again")
                     sampler.revive()  # raises RuntimeError after too many restarts
@@ -92,10 +94,11 @@ class ServedTeachers:
         return logprobs, top
 
     def close(self) -> None:
-        for sampler in self.samplers.values():
-            sampler.stop()
+        self._closed = True
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
+        for sampler in self.samplers.values():
+            sampler.stop()
 
 
 @dataclass
@@ -147,6 +150,8 @@ class _JudgedTask(Task):
     def reset(self) -> None:
         self.inner.reset()
         self._results.clear()
+        for scores in self._scores.values():
+            scores.cancel()
         self._scores.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,17 +19,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config.load import load_run
-from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion
 from tepo_megatron.run import checks
+from tepo_megatron.run.sampling import served_teachers as served_teachers_module
 from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
+from tepo_megatron.run.sampling.served_teachers import ServedTeachers
 from tepo_megatron.sampler.protocol import Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.run_compatibility import served_teachers
 from tests.support.example_runs import train_on_references
+from tests.support.processes import eventually
+from tests.support.programs import TIMEOUT_S
 from tests.support.reference_sampler import ReferenceSampler
 
 TINY = Path("examples/tiny/run.yaml")
@@ -124,6 +131,54 @@ def test_a_served_teachers_top_k_is_recorded_replayed_and_resumed(run: Run, whol
     replay = (f"rollout.replay={whole('server', *TEPO)[0] / 'rollouts'}", "rollout.record=false")
     with pytest.raises(ValueError, match=r"has no top tokens of teachers\.big, .* needs 3; record it again"):
         run("none", "server", *TOP_K, *replay)
+
+
+class BlockedSampler:
+    """Scores nothing before ``go``, and is ended by ``stop``, as a server's processes are."""
+
+    def __init__(self) -> None:
+        self.scored, self.go, self.stopped = 0, threading.Event(), False
+
+    def start(self) -> None: ...
+
+    def score(self, tokens: list[int], k: int) -> Scores:
+        self.scored += 1
+        self.go.wait(TIMEOUT_S)
+        if self.stopped:
+            raise ServerDied("no server is left to score responses")
+        return Scores([0.0] * (len(tokens) - 1), None)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.go.set()
+
+    def revive(self) -> None:
+        raise RuntimeError("the rollout servers were stopped")
+
+
+def test_scores_that_wait_end_with_the_run_and_with_a_reset(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a promise to start a server again, and without work for responses that are forgotten."""
+    sampler, said, inputs = BlockedSampler(), list[str](), Mock(tokenizer=SimpleNamespace(eos_ids=(1,)))
+    monkeypatch.setattr(served_teachers_module, "make_sampler", lambda *_, **__: sampler)
+    settings = [f"teachers.big={{path: {teacher}, place: server, threads: 1}}", "objective.distill.of=sampled"]
+    teachers = ServedTeachers(load_run(TINY, settings), inputs, said.append)
+    task = teachers.judged(Mock())
+    response = ResponseText("2", (3, 4))
+    response.prompt_ids = (1, 2)
+    for key in range(3):
+        task.submit(key, Problem("p", "1+1=", "2"), response)
+    assert eventually(lambda: sampler.scored == 1)
+    task.reset()
+    last = teachers.score("big", response)
+    sampler.go.set()
+    last.result(TIMEOUT_S)
+    assert sampler.scored == 2
+    sampler.go.clear()
+    waiting = [teachers.score("big", response) for _ in range(20)]
+    assert eventually(lambda: sampler.scored == 3)
+    teachers.close()
+    assert [waiting[0].exception(TIMEOUT_S).__class__, said, sampler.scored] == [ServerDied, [], 3]
+    assert all(future.cancelled() for future in waiting[1:])
 
 
 def test_the_number_of_top_tokens_decides_what_a_journal_has() -> None:
