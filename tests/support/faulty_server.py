@@ -67,7 +67,7 @@ class FaultyServer:
         self.refuses: set[str] = set()
         self.kills: set[str] = set()
         self.starts = self.stops = self.tokens = 0
-        self.after_start: Callable[[FaultyServer], None] = lambda server: None
+        self.after_start: Callable[[FaultyServer], object] = lambda server: None
         self.alive = False
         self.version = "default"
         self.progress = ""

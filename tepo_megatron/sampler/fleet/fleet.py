@@ -165,7 +165,11 @@ class Fleet(ServerPool, Sampler):
                 if failed[error] not in self._lost:
                     self._servers[failed[error]].stop()
             self.raise_if_dead(error)
+            if failed.get(error) in self._away:  # a stream has lost it since
+                raise ServerDied(str(error)) from error
             raise
+        if self._lost.keys() >= {*asked}:
+            raise ServerDied("no server is left to ask")
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         self.update_adapters(version, manifest, tensors, None)

@@ -12,6 +12,7 @@ from typing import TypeVar, Unpack
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.fleet.external import ExternalServer, registry_for_ranks, shared_key, with_local_address
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, SamplerOptions, ServerDied
@@ -189,6 +190,9 @@ class ServerPool:
             self._replaced, self._lost = set(replacements), {}
             try:
                 for started in replacements.values():
+                    while not wait([started], 1.0).done:
+                        if StopSignals.current().requested is not None:
+                            raise ServerDied("a stop signal came while a server was started again")
                     started.result()
                 for index in replacements:
                     self._version = None

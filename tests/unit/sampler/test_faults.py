@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.runtime.machine import Machine
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.fleet import server_pool
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
@@ -203,6 +205,61 @@ def test_a_canary_asks_no_server_that_waits_for_an_update(
             sample(fleet)
         with pytest.raises(ServerDied, match="no server is left to ask"):
             fleet.read_back()
+
+
+@pytest.mark.parametrize("servers_left", [0, 1])
+@pytest.mark.parametrize("first", ["the stream", "the canary"])
+def test_a_death_that_a_stream_sees_too_is_a_servers_death_for_the_canary(
+    first: str, servers_left: int, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever order: before the canary's question fails, or while its server is stopped for it."""
+    gone = ServerGone("the connection was closed")
+    with fleet_of(servers[: 1 + servers_left], tmp_path) as (fleet, _), ThreadPoolExecutor(1) as stream:
+        with fleet._announced(WeightsVersion(0)):
+            pass
+        bad = fleet._clients[0]
+
+        def lose() -> None:
+            try:
+                fleet.lose(0, bad, gone)
+            except ServerDied:
+                assert not servers_left
+
+        def read_back(client: Client) -> None:
+            if client is bad:
+                if first == "the stream":
+                    stream.submit(lose).result(TIMEOUT_S)
+                raise gone
+
+        monkeypatch.setattr(Client, "read_back", read_back)
+        stop = servers[0].stop
+
+        def stop_late() -> None:
+            if first == "the canary" and 0 not in fleet._lost:
+                stream.submit(lose).result(TIMEOUT_S)
+            stop()
+
+        monkeypatch.setattr(servers[0], "stop", stop_late)
+        if first == "the stream" and servers_left:
+            assert list(fleet.read_back()) == [servers[1].url]
+        else:
+            with pytest.raises(ServerDied):
+                fleet.read_back()
+
+
+def test_a_stop_signal_ends_the_wait_for_a_server_that_starts_again(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would not save within train.grace_s."""
+    gate = threading.Event()
+    servers[0].always = with_nan
+    servers[0].after_start = lambda server: server.starts > 1 and gate.wait(TIMEOUT_S)
+    with fleet_of(servers, tmp_path, max_retries=0) as (fleet, _):
+        sample(fleet)
+        monkeypatch.setattr(StopSignals.current(), "requested", signal.SIGTERM)
+        with fleet._changing, pytest.raises(ServerDied, match="a stop signal came while a server was started again"):
+            fleet._take_back()
+        gate.set()
 
 
 def test_other_weights_and_refusals_are_neither_repeated_nor_a_servers_death(server: FaultyServer, tmp_path: Path) -> None:
