@@ -63,12 +63,18 @@ is_set_up() {
   [[ -f $1 && $(<"$1") == "$2" ]]
 }
 
-# make_venv FOLDER: an environment there, unless there is one.
+# make_venv FOLDER: an environment with pip there, unless there is one. What an interrupted or refused one left is removed first.
 make_venv() {
   local python
-  if [[ ! -x $1/bin/python ]]; then
-    python=$(find_python)
-    say "making $1 with $("$python" --version)"
-    "$python" -m venv "$1"
+  if "$1/bin/python" -m pip --version &>/dev/null; then
+    return
   fi
+  if [[ -n $(find "$1"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' ! -name 'pip-*' ! -name 'setuptools-*' 2>/dev/null) ]]; then
+    die "$1 holds packages, but no Python with pip that starts here; if nothing else uses it, make it again: rm -rf $1"
+  fi
+  python=$(find_python)
+  say "making $1 with $("$python" --version)"
+  mkdir -p "$1"
+  find "$1/" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
+  "$python" -m venv "$1" >&2 # it prints what it lacks, such as Ubuntu's python3-venv
 }

@@ -19,7 +19,7 @@ fi
 if [[ ${1:-} == --wheels ]]; then
   wheels=$(cd "$caller" && realpath -- "${2:-}")
   [[ -d $wheels ]] || die "--wheels ${2:-} is no folder; give one that holds the wheels which docs/reference/gpu.md lists"
-  [[ -x .venv-gpu/bin/python ]] || "$(find_python)" -m venv .venv-gpu
+  make_venv .venv-gpu
   say "installing from $wheels into .venv-gpu"
   .venv-gpu/bin/python -m pip install -qq --no-index --find-links "$wheels" -r requirements/gpu.txt
   shopt -s nullglob

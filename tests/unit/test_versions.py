@@ -145,6 +145,21 @@ def test_an_environment_of_a_moved_checkout_is_made_again(tmp_path: Path) -> Non
     assert str(new) in (new / "env" / "bin" / "activate").read_text()
 
 
+def test_an_environment_without_pip_is_made_again_if_it_holds_no_package(tmp_path: Path) -> None:
+    """Ubuntu without python3-venv, or Ctrl-C, leaves such a one."""
+    made = '[[ $1 != -m ]] || { mkdir -p "$3" && mkdir "$3/bin" && ln -s /bin/%s "$3/bin/python"; %s; }'
+    refused = write_script(tmp_path / "refused", made % ("false", "echo apt install python3-venv; exit 1"))
+    made_well = write_script(tmp_path / "made_well", made % ("true", ":"))
+    script = f"set -euo pipefail; cd '{tmp_path}'; . {ROOT}/scripts/common.sh; is_set_up env/stamp w || make_venv env"
+    for python, code in ((refused, 1), (refused, 1), (made_well, 0), (refused, 0)):
+        done = bash(script, PYTHON=python)
+        assert (done.returncode, done.stdout, "apt install python3-venv" in done.stderr) == (code, "", code == 1)
+    (tmp_path / "env/lib/python3.12/site-packages/torch-2.13.0.dist-info").mkdir(parents=True)
+    (tmp_path / "env/bin/python").unlink()
+    done = bash(script, PYTHON=made_well)
+    assert (done.returncode, "make it again: rm -rf env" in done.stderr) == (1, True)
+
+
 def test_an_image_of_another_version_is_not_built() -> None:
     check = runpy.run_path(str(ROOT / "docker/check_pins.py"))["differences"]
     installed = metadata.version("megatron-core")
