@@ -40,26 +40,24 @@ lock() {
   say "wrote requirements/$name.txt"
 }
 
-# was_moved FOLDER: whether the environment there was made in another place, which its programs still start.
-was_moved() {
+# refuse_if_moved FOLDER: ends this script if the environment there was made at another path, which its programs still start. It is not
+# removed: a container that mounts the checkout elsewhere sees the one that its host uses.
+refuse_if_moved() {
   local made_in
   made_in=$(sed -n 's|^command = .* -m venv [^/]*||p' "$1/pyvenv.cfg" 2>/dev/null || true)
-  [[ -n $made_in && ! $made_in -ef $1 ]]
+  [[ -z $made_in || $made_in -ef $1 ]] ||
+    die "$1 was made as $made_in, and works only there; use the checkout at that path, or, if nothing else uses it, make it again: rm -rf $1"
 }
 
 # is_set_up STAMP WANTED: whether the environment is as wanted, at once or after another set-up that this script waits for. If not,
-# others wait until this script ends, and one that was moved is emptied.
+# others wait until this script ends.
 is_set_up() {
   local folder=${1%/*}
-  was_moved "$folder" || [[ ! -f $1 || $(<"$1") != "$2" ]] || return 0
+  refuse_if_moved "$folder"
+  [[ ! -f $1 || $(<"$1") != "$2" ]] || return 0
   mkdir -p "$folder" || exit
   exec 9>"$folder/.lock" || exit
   flock --nonblock 9 || { say "waiting for another set-up of $folder" && flock 9; }
-  if was_moved "$folder"; then
-    find_python >/dev/null
-    say "removing $folder, which was made in another place"
-    find "$folder/" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} + || exit
-  fi
   [[ -f $1 && $(<"$1") == "$2" ]]
 }
 

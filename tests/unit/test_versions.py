@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -128,21 +129,25 @@ def test_the_interpreter_that_was_named_is_used_or_refused(tmp_path: Path) -> No
     assert "no Python 3.11, 3.12 or 3.13 found as /bin/false" in refused.stderr
 
 
-def test_an_environment_of_a_moved_checkout_is_made_again(tmp_path: Path) -> None:
-    """Its programs would start those of the old place."""
+def test_an_environment_of_a_moved_checkout_is_refused_and_stays(tmp_path: Path) -> None:
+    """Its programs would start those of the old place; a container may see the host's at another path."""
     quick = 'if [[ $1 == -m ]]; then exec {0} -m venv --without-pip "$3"; fi\nexec {0} "$@"'
     python = write_script(tmp_path / "python", quick.format(sys.executable))
     script = f". {ROOT}/scripts/common.sh; is_set_up env/stamp w || {{ make_venv env; echo made; echo w >env/stamp; }}"
 
-    def set_up(folder: Path) -> str:
-        return bash(f"set -eu; cd '{folder}'; {script}", PYTHON=python).stdout
+    def set_up(folder: Path) -> tuple[str, str]:
+        done = bash(f"set -eu; cd '{folder}'; {script}", PYTHON=python)
+        return done.stdout, done.stderr
 
     old, new = tmp_path / "the old", tmp_path / "the new"
     old.mkdir()
-    assert [set_up(old), set_up(old)] == ["made\n", ""]
+    assert [set_up(old)[0], set_up(old)[0]] == ["made\n", ""]
     old.rename(new)
-    assert [set_up(new), set_up(new)] == ["made\n", ""]
-    assert str(new) in (new / "env" / "bin" / "activate").read_text()
+    printed, said = set_up(new)
+    assert (printed, f"env was made as {old}/env, and works only there" in said) == ("", True)
+    assert str(old) in (new / "env" / "bin" / "activate").read_text()
+    shutil.rmtree(new / "env")  # as it says
+    assert [set_up(new)[0], set_up(new)[0]] == ["made\n", ""]
 
 
 def test_an_environment_without_pip_is_made_again_if_it_holds_no_package(tmp_path: Path) -> None:
