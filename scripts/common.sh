@@ -52,12 +52,18 @@ refuse_if_moved() {
 # is_set_up STAMP WANTED: whether the environment is as wanted, at once or after another set-up that this script waits for. If not,
 # others wait until this script ends.
 is_set_up() {
-  local folder=${1%/*}
+  local folder=${1%/*} status=0
   refuse_if_moved "$folder"
   [[ ! -f $1 || $(<"$1") != "$2" ]] || return 0
   mkdir -p "$folder" || exit
   exec 9>"$folder/.lock" || exit
-  flock --nonblock 9 || { say "waiting for another set-up of $folder" && flock 9; }
+  flock -n -E 9 9 2>/dev/null || status=$?
+  if [[ $status == 9 ]]; then
+    say "waiting for another set-up of $folder"
+    flock 9 || exit
+  elif [[ $status != 0 ]]; then
+    say "this system, or the disk of $folder, has no locks: start one set-up at a time"
+  fi
   [[ -f $1 && $(<"$1") == "$2" ]]
 }
 

@@ -41,7 +41,7 @@ while [[ $# -gt 0 ]]; do
       overrides+=("cluster.executor=$2")
       shift
       ;;
-    -h | --help) sed -n '2,/^set -euo/{/^set/!s/^# \{0,1\}//p}' "$0" && exit 0 ;;
+    -h | --help) sed -n '2,/^set -euo/{/^set/!s/^# \{0,1\}//p;}' "$0" && exit 0 ;;
     *=*) overrides+=("$1") ;;
     *) echo "error: $1 is neither --dry-run, --executor, --resume nor an override such as train.steps=50" >&2 && exit 2 ;;
   esac

@@ -120,6 +120,23 @@ def test_set_ups_of_one_environment_at_once_install_once(tmp_path: Path) -> None
     assert [set_up.returncode for set_up in set_ups] == [0, 0]
 
 
+@pytest.mark.parametrize("lacking", ["exit 127", "echo 'No locks available' >&2; exit 71"])
+def test_without_locks_a_set_up_says_so_once_and_goes_on(tmp_path: Path, lacking: str) -> None:
+    """macOS has no flock, and some shared disks have no locks."""
+    write_script(tmp_path / "flock", lacking)
+    script = f"set -eu; cd '{tmp_path}'; . {ROOT}/scripts/common.sh; is_set_up env/stamp w || echo made"
+    done = bash(script, folder=str(tmp_path))
+    said = "setup: this system, or the disk of env, has no locks: start one set-up at a time\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", said)
+
+
+def test_the_help_of_the_70b_script_is_printed_on_macos(tmp_path: Path) -> None:
+    """BSD's sed refuses a command that ends with a brace."""
+    write_script(tmp_path / "sed", '[[ $2 != *[a-z]"}"* ]] || exit 1; PATH=/usr/bin:/bin sed "$@"')
+    done = bash(f"bash {ROOT}/scripts/run_tepo_70b.sh --help", folder=str(tmp_path))
+    assert (done.returncode, done.stdout.startswith("TEPO on Llama"), "--resume" in done.stdout) == (0, True, True)
+
+
 def test_the_interpreter_that_was_named_is_used_or_refused(tmp_path: Path) -> None:
     python, script = tmp_path / "a python", f". {ROOT}/scripts/common.sh; find_python"
     python.symlink_to(sys.executable)
