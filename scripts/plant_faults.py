@@ -207,6 +207,13 @@ def plant(path: Path, node: ast.AST, faulty: ast.AST) -> str:
     return lines[number].decode().strip()
 
 
+def copy_checkout(root: Path, copy: Path) -> None:
+    anywhere = shutil.ignore_patterns(".venv*", ".git", "out", "__pycache__", ".mypy_cache")
+    large = {"build", "data", "gpu-kit", "models"}  # the package has folders of such names
+    at_top = os.fspath(root)
+    shutil.copytree(root, copy, ignore=lambda folder, names: anywhere(folder, names) | (large if folder == at_top else set()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60, help="faults (default: 60)")
@@ -223,7 +230,7 @@ def main() -> None:
     done = json.loads(args.output.read_text()) if args.output.exists() else []
     with tempfile.TemporaryDirectory(prefix="tepo-faults-") as folder:
         copy = Path(folder) / "checkout"
-        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "out", "__pycache__", ".mypy_cache"))
+        copy_checkout(root, copy)
         for number, (path, node, faulty, kind) in enumerate(draw(copy, args.count, args.seed)):
             place = f"{path.relative_to(copy)}:{node.lineno}"  # type: ignore[attr-defined]
             if number < len(done):

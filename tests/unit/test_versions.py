@@ -90,6 +90,27 @@ def test_both_images_are_of_one_base_and_one_file_of_pins(path: str) -> None:
     assert {"torch", "nvidia-nccl-cu13"} <= set(checked) <= locked("docker/pins.txt").keys()
 
 
+def test_models_data_and_kits_go_into_no_image_commit_or_copy(tmp_path: Path) -> None:
+    """Examples say to download them into the checkout."""
+    large = ["models/x", "data/x", "build/gpu-kit/x", "gpu-kit/x"]
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    for name in (*large, "tepo_megatron/tasks/data/x"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    list_files = ["git", "ls-files", "--others", "--exclude-standard"]
+    listed = subprocess.run(list_files, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    assert listed == [".gitignore", "tepo_megatron/tasks/data/x"]
+    copy = tmp_path / "out"
+    runpy.run_path(str(ROOT / "scripts/plant_faults.py"))["copy_checkout"](tmp_path, copy)
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == listed
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    sent = {rule[1:] for rule in rules if rule.startswith("!")}
+    assert rules[0] == "*"
+    assert sent >= {"LICENSE", "README.md", "docker", "pyproject.toml", "requirements", "setup.py", "tepo_megatron"}
+    assert not sent & {name.partition("/")[0] for name in large}
+
+
 def locked(path: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / path).read_text(), re.MULTILINE))
 
