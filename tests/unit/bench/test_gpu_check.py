@@ -18,7 +18,7 @@ from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import Report, Table, select
 from tests.support.cli import invoke
 from tests.support.processes import eventually, files_of_at_most, gone
-from tests.support.shell import write_script
+from tests.support.shell import bash, write_script
 
 ROOT = Path(__file__).parents[3]
 NAMED = {part.name: part for part in PARTS}
@@ -62,18 +62,42 @@ KIT, REST = "*version_info*) ;; *torch.__version__*) echo", "*pip*) ;; *) cat >/
     ],
 )
 def test_a_kit_for_another_machine_says_so(tmp_path: Path, python: str, sentence: str) -> None:
-    """The installation in a checkout whose kit is empty, with a script in place of Python."""
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "gpu_kit_install.sh", tmp_path / "scripts")
-    (tmp_path / "gpu-kit").mkdir()
-    for name in (".small", "te-2.11.0-sm90.tar.xz"):
-        (tmp_path / "gpu-kit" / name).touch()
-    stand_in = write_script(tmp_path / "python", python)
-    environment = {**os.environ, "PYTHON": str(stand_in), "TEPO_KIT_SITE": str(tmp_path / "site")}
-    command = ["bash", str(tmp_path / "scripts" / "gpu_kit_install.sh")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = install_kit(tmp_path, python, TEPO_KIT_SITE=str(tmp_path / "site"))
     assert done.returncode != 0
-    assert sentence.replace("PYTHON", str(stand_in)) in done.stderr
+    assert sentence.replace("PYTHON", str(tmp_path / "python")) in done.stderr
+
+
+def install_kit(checkout: Path, python: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The installation in a checkout whose kit is empty, with a script in place of Python."""
+    for name in ("scripts", "gpu-kit"):
+        (checkout / name).mkdir(exist_ok=True)
+    for name in ("scripts/gpu_kit_install.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout / name)
+    for name in (".small", "te-2.11.0-sm90.tar.xz"):
+        (checkout / "gpu-kit" / name).touch()
+    return bash(f". {checkout}/scripts/gpu_kit_install.sh", PYTHON=write_script(checkout / "python", python), **environment)
+
+
+def test_a_kit_fills_a_folder_of_this_user_once_and_again_if_it_changes(tmp_path: Path) -> None:
+    """Python imports what lies there; a folder in /tmp may be of another user."""
+    python = "case $* in *torch.__v*) echo 2.12.1 ;; *capability*) ;; *pip*) echo installed ;; *'import '*) ;; *) cat ;; esac"
+    site, cache = tmp_path / "home/.cache/tepo-kit", {"HOME": str(tmp_path / "home")}
+
+    def install(python: str = python, **environment: str) -> tuple[int, bool, bool]:
+        done = install_kit(tmp_path, python, **environment)
+        return done.returncode, "installed" in done.stdout, "TEPO_KIT_SITE=/path names " in done.stderr
+
+    assert [install(**cache), install(**cache)] == [(0, True, False), (0, False, False)]
+    assert site.stat().st_mode & 0o777 == 0o700
+    (site / "of the other kit").touch()
+    (tmp_path / "gpu-kit" / "other.whl").touch()
+    assert [install(**cache), install(**cache)] == [(0, True, False), (0, False, False)]
+    assert [path.name for path in site.iterdir()] == [".done"]
+    assert install(python.replace("*'import ", "*tepo*) exit 1 ;; *'import "), **cache) == (1, False, True)
+    assert [install(TMPDIR=str(tmp_path)), install(TMPDIR=str(tmp_path))] == [(0, True, False), (0, False, False)]
+    (tmp_path / "link").symlink_to(site)
+    for refused in (tmp_path / "link", tmp_path / "scripts", tmp_path / "python"):
+        assert install(TEPO_KIT_SITE=str(refused)) == (1, False, True)
 
 
 @pytest.mark.skipif(not isinstance(Gpu.find(), str), reason="this machine has a GPU")
