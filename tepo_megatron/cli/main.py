@@ -14,6 +14,10 @@ from tepo_megatron.runtime.preemption import INTERRUPTED
 from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime.text import open_closed_streams
 
+_NOT_TO_SUBMIT = {"math_verify", "matplotlib", "megatron", "numpy", "psutil", "pyarrow", "safetensors", "sentencepiece"}
+_NOT_TO_SUBMIT |= {"tensorboard", "torch", "transformers"}
+"""What requirements/launch.txt leaves out, and NumPy."""
+
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -35,10 +39,10 @@ class _Commands(TyperGroup):
             print_error(f"cannot use {error.filename}: {error.strerror}; correct that, or give another path")
             raise typer.Exit(1) from error
         except ModuleNotFoundError as error:
-            if wants_traceback() or error.name not in ("numpy", "torch", "matplotlib"):
+            if wants_traceback() or error.name not in _NOT_TO_SUBMIT:
                 raise
             print_error(
-                f"this command needs {error.name}, which the environment that submits jobs lacks; use that of setup_cpu.sh"
+                f"this command needs {error.name}, which an environment that submits jobs lacks; use that of setup_cpu.sh"
             )
             raise typer.Exit(1) from error
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
+import tomllib
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,8 @@ from tests.support.checkpoints import make_whole
 from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl, write_parquet
 from tests.support.programs import run_python
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -126,6 +131,22 @@ def test_what_a_command_cannot_use_is_a_sentence_and_exit_code_1(
     assert result.stderr.startswith("error: ")
     assert said in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_package_that_submitting_does_not_need_is_missing_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that requirements/launch.txt leaves out of the dependencies."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    installed = re.findall(r"^([\w-]+)==", (ROOT / "requirements/launch.txt").read_text().lower(), re.M)
+    lacking = {re.match(r"[\w-]+", text)[0] for text in asked} - set(installed)
+    assert lacking >= {"megatron-core", "safetensors", "torch"}
+    for module in (name.removesuffix("-core").replace("-", "_") for name in lacking):
+        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.setattr("typer.core.TyperGroup.invoke", lambda *_, module=module: import_module(module))
+        assert f"error: this command needs {module}, which an environment" in invoke("config", code=1).stderr
+    monkeypatch.undo()
+    probe = "import sys; sys.modules['safetensors'] = None; from tepo_megatron.cli.main import main; main()"
+    missing = run_python("-c", probe, "import", "no-model", "shards", code=1).stderr
+    assert missing.startswith("error: this command needs safetensors, which ")
 
 
 def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
