@@ -227,6 +227,12 @@ def test_a_commit_runs_what_make_check_runs() -> None:
     hooks = [hook for source in read(".pre-commit-config.yaml")["repos"] for hook in source["hooks"]]
     assert [re.sub(r"^bash -c '(.*)'$", r"\1", hook["entry"]) for hook in hooks] == commands
     assert all(hook["language"] == "system" and hook["pass_filenames"] is False for hook in hooks)
+    typed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    files = {"mypy": [f"{folder}/**/*.py" for folder in typed], "lint-imports": ["tepo_megatron/**/*.py"]}
+    files["sizes"] = ["tepo_megatron/**/*.py", "tests/**/*.py", "docs/**/*.md", "examples/*/README.md", "*.md"]
+    for hook in hooks:
+        checked = [path.relative_to(ROOT).as_posix() for glob in files.get(hook["id"], []) for path in ROOT.glob(glob)]
+        assert [path for path in checked if not re.search(hook["files"], path)] == [], hook["id"]
 
 
 def test_a_pull_request_runs_what_ci_runs() -> None:
