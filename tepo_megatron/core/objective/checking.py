@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 
 _STEPS = 12
 _INPUTS = ("log-prob", "entropy", "divergence")
+_METHODS = (
+    *("advantages", "log_ratio", "surrogate", "sequence_weights", "denominator", "importance_weights"),
+    *("prepare", "choose", "penalty"),
+)
 
 
 class _ObjectiveError(ValueError): ...
@@ -238,6 +243,32 @@ def _problem(check: Callable[[], object]) -> str:
     return ""
 
 
+def _check_inputs_stay(objective: Objective, step: Step, _: int) -> None:
+    watched = {name: item.model_copy() for name, item in objective.config.sections.items() if isinstance(item, CustomKind)}
+    for kind in watched.values():
+        for name in filter(partial(hasattr, kind), _METHODS):
+            kind.__dict__[name] = partial(_call_watched, kind, name, getattr(kind, name))
+    step.whole(build_objective(objective.config.model_copy(update=watched)))
+
+
+def _call_watched(kind: CustomKind, name: str, method: Callable[..., Any], *args: Any) -> Any:
+    named = inspect.signature(method).bind(*args).arguments
+    inputs = {argument: value for argument, value in named.items() if isinstance(value, Tensor)}
+    for argument, value in named.items():
+        fields = vars(value) if is_dataclass(value) else {}
+        inputs |= {f"{argument}.{field}": item for field, item in fields.items() if isinstance(item, Tensor)}
+    before = {tensor: (value._version, value.detach().clone()) for tensor, value in inputs.items()}
+    result = method(*args)
+    for tensor, (version, values) in before.items():
+        stayed = (inputs[tensor] == values) | values.isnan()  # what .data writes has no version
+        if inputs[tensor]._version != version or not stayed.all():
+            raise _ObjectiveError(
+                f"objective.{kind.slot} {kind.kind!r}: {type(kind).__name__}.{name} changes {tensor} in place, which "
+                "others read afterwards; make a new tensor, as clamp does and clamp_ does not"
+            )
+    return result
+
+
 def _check_finite(objective: Objective, step: Step, _: int) -> None:
     outcome, mask_T = step.whole(objective), step.batch.loss_mask_T
     if not outcome.loss.isfinite():
@@ -363,6 +394,7 @@ def _changed(scores: TokenScores, change: Callable[[Tensor], Tensor]) -> TokenSc
 
 RULES: Mapping[str, Callable[[Objective, Step, int], object]] = {
     "can be computed": lambda objective, step, number: step.whole(objective),
+    "changes no input": _check_inputs_stay,
     "is finite": _check_finite,
     "is deterministic": _check_deterministic,
     "order of sequences": _check_order,

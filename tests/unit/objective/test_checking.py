@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnTrustRegion, check_objective
+from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnRatio, OwnTrustRegion, check_objective
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
@@ -86,6 +86,14 @@ NEW_EACH_TIME = made(
     OwnPenalty, prepare=lambda self, step: next(COUNTER), penalty=lambda self, values, prepared: prepared * values.delta_T**2
 )
 ALTERNATES = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
+IN_PLACE = [
+    ("values.delta_T", made(OwnRatio, log_ratio=lambda self, values: values.delta_T.clamp_(-0.2, 0.2))),
+    ("values.advantage_T", region(lambda ratio_T, values: ratio_T * values.advantage_T.clamp_(-1.0, 1.0))),
+    ("batch.rewards_S", made(OwnAdvantage, advantages=lambda self, batch: batch.rewards_S.clamp_(0.2, 0.8))),
+    ("step.advantage_R", made(OwnMask, prepare=lambda self, step: step.advantage_R.zero_(), choose=improbable)),
+    ("values.mask_T", made(OwnMask, choose=lambda self, values, prepared: values.mask_T.logical_not_())),
+    ("values.entropy_T", made(OwnPenalty, penalty=lambda self, values, prepared: values.entropy_T.data.mul_(2))),
+]
 RAISES_AT_SOME_VALUES = made(OwnMask, choose=improbable)
 BROKEN: list[tuple[str, Any, str]] = [
     ("micro-batches", MEAN_OF_MEANS, f"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of 1 and .*: something"),
@@ -102,6 +110,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("mine acts", NOBODY, "^objective.mask.kind = 'mine' changes nothing in any of 5 steps"),
     ("mine is documented", made(Documented, doc=None), "^Mine has no docstring; say what it computes"),
     ("mine is documented", Unexplained(), "^Unexplained.sigma has no docstring; write what it means"),
+    *(("changes no input", kind, rf"'mine': Mine\.\w+ changes {tensor} in place, which others") for tensor, kind in IN_PLACE),
     ("can be computed", RAISES, r"^it raised AttributeError: 'TokenValues' .* 'advantages' \(.*test_checking\.py, line \d+\)$"),
 ]
 
