@@ -15,10 +15,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.load import as_yaml, dump_resolved, load_run, override
+from tepo_megatron.config.objective.custom import CustomKind, Plugin
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.metrics import read_metrics, value_in
@@ -30,9 +31,6 @@ from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.supervise import folder_name
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
-
-if TYPE_CHECKING:
-    from tepo_megatron.config import ObjectiveConfig
 
 
 def train(
@@ -184,8 +182,22 @@ def _read_arguments(
     listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     names = [callback for callback in listed if isinstance(callback, str | Mapping)]
     objects = tuple(callback for callback in listed if not isinstance(callback, str | Mapping))
+    for section in (config.objective if isinstance(config, RunConfig) else None, objective):
+        if isinstance(section, ObjectiveConfig):
+            _check_kinds(section)
     configured = _configure(None if isinstance(config, Mapping) else config, values)
     return _with_callbacks(configured, names), Extensions(objects, reward, collect)
+
+
+def _check_kinds(objective: ObjectiveConfig) -> None:
+    kinds = [kind for plugin in map(Plugin.load, objective.plugins) for kind in plugin.kinds]
+    for name, section in objective.sections.items():
+        if isinstance(section, CustomKind) and type(section) not in kinds:
+            raise ValueError(
+                f"objective.{name} = {_called(type(section))}() is in this process alone: its rules are not checked, and no "
+                "other process can read the run; put the class into a file, name it in objective.plugins, and give the "
+                f"section as {{'kind': {section.kind!r}}} (docs/guides/own-objective.md)"
+            )
 
 
 def _name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:

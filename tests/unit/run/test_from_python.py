@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import tepo_megatron
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.config.objective.custom import Plugin
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run import api, training
 from tepo_megatron.run.api import TrainResult
@@ -261,6 +262,21 @@ def test_what_is_wrong_with_settings_is_said_as_of_overrides() -> None:
         with pytest.raises(ValueError, match=says) as caught:
             started(base, **wrong)
         assert is_ours(caught.value)
+
+
+def test_a_kind_of_this_process_alone_is_refused() -> None:
+    """A resumed run could not read it."""
+    plugin = str(Path(__file__).parents[2] / "support/own_kinds.py")
+    band: Any = next(kind for kind in Plugin.load(plugin).kinds if kind.__name__ == "Band")
+    Other: Any = type("Other", (band,), {"__module__": __name__})
+    good, *wrong = (ObjectiveConfig(preset="grpo", plugins=[plugin], trust_region=kind()) for kind in (band, Other))
+    wrong.append(ObjectiveConfig(preset="grpo", trust_region=band()))
+    assert started(RunConfig(objective=good))[0].objective == good == started(objective=good)[0].objective
+    for objective in wrong:
+        for arguments in ({"config": RunConfig(objective=objective)}, {"objective": objective}):
+            with pytest.raises(ValueError, match=r"objective\.trust_region = \w+\(\) is in .*as \{'kind': 'band'\}") as caught:
+                started(**arguments)
+            assert is_ours(caught.value)
 
 
 def test_a_folder_with_a_run_is_refused_with_the_arguments_to_give(tmp_path: Path) -> None:
