@@ -102,11 +102,15 @@ def load_user_module(name: str, what: str) -> _UserModule:
     """
     place = _locate_user_module(name, what)
     try:
-        return _import_bytes(Path(place)) if place.endswith(".py") else _import_installed(place)
+        loaded = _import_bytes(Path(place)) if place.endswith(".py") else _import_installed(place)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what}: {_import_failure(place, error)}") from error
+    if _DIGESTS.setdefault(loaded.module, loaded.digest) != loaded.digest:
+        raise ValueError(f"{what}: {place} was edited since it was imported: restart the program")
+    return loaded
 
 
+_DIGESTS: dict[ModuleType, str] = {}  # at the first import, whose code runs
 _IMPORTED: dict[tuple[str, str], _UserModule] = {}
 
 

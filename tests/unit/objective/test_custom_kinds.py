@@ -124,6 +124,10 @@ def test_an_installed_module_is_a_plugin_by_its_name(tmp_path, monkeypatch):
     assert config.trust_region.model_dump()["tau"] == 2.0
     before = Plugin.load("installed_kinds").digest
     inner.write_text(MINE + "# another\n")
+    with pytest.raises(ValueError, match=r"^objective\.plugins: installed_kinds was edited since it was imported: restart the"):
+        Plugin.load("installed_kinds")
+    for name in ("installed_kinds", "installed_kinds.inner"):
+        monkeypatch.delitem(sys.modules, name)  # as a new program
     assert Plugin.load("installed_kinds").digest != before
 
 
