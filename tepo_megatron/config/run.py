@@ -292,7 +292,13 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
     objective, once = run.objective, run.train.updates_per_step == 1
     if "entropy_noise" in objective.needs and not run.engine.noise_every:
         yield "objective.kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none; set it to 50"
-    if run.rollout.truncated == "mask" and getattr(objective.advantage, "overlong", None) is not None:
+    has_overlong = getattr(objective.advantage, "overlong", None) is not None
+    if run.rollout.truncated == "penalise" and has_overlong:
+        yield (
+            "objective.advantage.overlong and rollout.overlong would each subtract DAPO's penalty; leave the first out, or set "
+            "rollout.truncated = train and rollout.overlong = null"
+        )
+    if run.rollout.truncated == "mask" and has_overlong:
         yield (
             "objective.advantage.overlong counts trained tokens, and rollout.truncated = mask trains on no cut response: the "
             "longest would not be penalised; set rollout.truncated = train, or leave overlong out"

@@ -61,6 +61,10 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
             ["rollout.truncated=mask", f"objective.advantage.overlong={LONG}"],
             r"the longest would not be penalised; set rollout",
         ),
+        (
+            [PENALISE, "rollout.overlong.buffer=2", f"objective.advantage.overlong={LONG}"],
+            r"would each subtract DAPO's penalty",
+        ),
         (["rollout.overlong.buffer=2"], r"truncated = train and overlong belong together"),
         (["rollout.truncated=mask", "rollout.overlong.buffer=2"], r"truncated = mask and overlong belong together"),
         ([PENALISE, "rollout.overlong.buffer=999"], r"even an empty response would be punished"),
