@@ -65,13 +65,15 @@ class Callbacks:
     @classmethod
     def of(cls, config: RunConfig, objects: Sequence[object] = ()) -> Callbacks:
         """``objects``: instances, or classes without arguments. Raises ValueError if one cannot be imported or made,
-        or has no method of ``Callback``.
+        has no method of ``Callback``, or waits for a metric that no row has.
         """
         named = [(item, {}) if isinstance(item, str) else (item.callback, item.kwargs) for item in config.train.callbacks]
         made = [_make(name, kwargs) for name, kwargs in named]
         made += [thing() if inspect.isclass(thing) else thing for thing in objects]
         for callback in made:
             _check_hooks(callback)
+            if isinstance(callback, EarlyStopping):
+                _check_metric(callback, config)
         return cls(made)
 
     @property
@@ -148,6 +150,11 @@ def _check_hooks(callback: object) -> None:
         raise ValueError(f"{_name_of(callback)} is no callback: it has none of the methods {', '.join(_HOOKS)}")
 
 
+def _check_metric(stopping: EarlyStopping, config: RunConfig) -> None:
+    if fault := next(config.metric_faults("the metric of early stopping", stopping.metric), None):
+        raise ValueError(fault)
+
+
 def _place(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -184,8 +191,7 @@ class EarlyStopping:
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
-        if fault := next(run.config.metric_faults("the metric of early stopping", self.metric), None):
-            raise ValueError(fault)
+        _check_metric(self, run.config)
         self._seen = []
         for row in run.rows:
             self._see(row["step"], row)

@@ -180,8 +180,10 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
         stopping.on_step_end(step, {"loss": value})
     with pytest.raises(Stop, match="loss was 4 at step 1"):
         stopping.on_step_end(4, {"loss": 5.0})
-    with pytest.raises(ValueError, match=r"accuracy/greedy is measured by evaluations, but"):
-        EarlyStopping().on_run_begin(RunInfo(RunConfig.model_validate({"evaluate": {"every": 0}}), 0, []))
+    blind = RunConfig.model_validate({"evaluate": {"every": 0}})
+    for begin in (lambda: EarlyStopping().on_run_begin(RunInfo(blind, 0, [])), lambda: Callbacks.of(blind, [EarlyStopping])):
+        with pytest.raises(ValueError, match=r"accuracy/greedy is measured by evaluations, but"):
+            begin()
 
 
 def started(config: Any = None, **arguments: Any) -> tuple[RunConfig, Extensions]:
