@@ -186,6 +186,17 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
             begin()
 
 
+def test_the_documents_callback_ends_a_run_by_its_entropy() -> None:
+    """And not at a row whose updates were all skipped."""
+    document = (Path(__file__).parents[3] / "docs/guides/from-python.md").read_text()
+    made: dict[str, Any] = {}
+    exec(document.partition("# mine/callbacks.py\n")[2].partition("```")[0], made)
+    for row in ({}, {"entropy/mean": None}, {"entropy/mean": 0.5}):
+        made["Watch"]().on_step_end(1, row)
+    with pytest.raises(Stop, match=r"the entropy is 0\.001"):
+        made["Watch"]().on_step_end(1, {"entropy/mean": 0.001})
+
+
 def started(config: Any = None, **arguments: Any) -> tuple[RunConfig, Extensions]:
     """The configuration and the objects of the run that such a call would start."""
     runs: list[tuple[RunConfig, Extensions]] = []
