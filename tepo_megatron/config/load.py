@@ -95,7 +95,22 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
     problems += paths.misplaced(config, files[-1][0]) if files else []
     if problems:
         raise ConfigError(source, problems)
+    if trains and config.data.heldout is not None and _evaluates_nothing(layers):
+        warnings.warn(
+            "data.heldout is given over a run that had none and has evaluate.every = 0: nothing is evaluated. Set "
+            "evaluate.every as well, to 0 to say that you mean it",
+            stacklevel=3,
+        )
     return config
+
+
+def _evaluates_nothing(layers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ``evaluate.every`` is 0 from a file without held-out problems, as `dump_resolved` writes it."""
+    for layer in reversed(layers):
+        data, evaluate = (layer.get(name) for name in ("data", "evaluate"))
+        if isinstance(evaluate, Mapping) and "every" in evaluate:
+            return evaluate["every"] == 0 and isinstance(data, Mapping) and data.get("heldout", "") is None
+    return False
 
 
 def _with_kinds(layers: Sequence[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:

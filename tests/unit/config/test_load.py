@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tepo_megatron.config import DataConfig, RunConfig
-from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_objective, load_run
+from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_objective, load_run, override
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.schema import schema_rows
@@ -260,9 +261,16 @@ def test_without_held_out_problems_nothing_is_evaluated_and_that_is_said(given: 
     assert len(said) == 1
     assert said[0].startswith("no held-out problems (data.heldout): nothing is evaluated.")
     assert load("data.train=mine.jsonl", "evaluate.every=0", *given)[1] == []
+    resolved = write(tmp_path, dump_resolved(config))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_run(write(tmp_path, dump_resolved(config))) == absolute(config)
+        assert load_run(resolved) == absolute(config)
+        own = write(tmp_path, "data: {train: mine.jsonl}\nevaluate: {every: 0}\n", "own.yaml")
+        for file, every in ((resolved, ["evaluate.every=5"]), (resolved, ["evaluate.every=0"]), (own, [])):  # 0 on purpose
+            load_run(file, ["data.heldout=h.jsonl", *every])
+    for late in (partial(load_run, resolved), partial(override, config)):
+        with pytest.warns(UserWarning, match=r"data\.heldout is given over a run that had none and has evaluate\.every = 0"):
+            assert late(["data.heldout=h.jsonl"]).evaluate.every == 0
     with pytest.warns(UserWarning, match="nothing is evaluated"):  # a section that a program built
         assert RunConfig(data=DataConfig(train="mine.jsonl")).evaluate.every == 0
     sets = load_run(None, ["data.heldout=null", "evaluate.sets.s={path: x, every: 7}"]).evaluate
