@@ -47,7 +47,7 @@ def _train(
     file, settings = split_run(run, overrides)
     settings += ["train.resume=true"] if resume else []
     settings += [] if resume_from is None else [f"train.resume_from={as_yaml(resume_from)}"]
-    config = prepare_run(of_attempt(load_config(file, settings)), overwrite=overwrite)
+    config = prepare_run(of_attempt(load_config(file, settings)), overwrite=overwrite, is_rank=under_torchrun())
     if under_torchrun():
         raise typer.Exit(run_rank(config))
     code, message = start_ranks(config)

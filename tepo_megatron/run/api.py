@@ -74,24 +74,28 @@ def train(
     )
     from tepo_megatron.run.output.resume import resolve_dtype
 
+    ranks = 0 if rank.under_torchrun() else run.engine.parallel.world_size  # that start here
+    if ranks == 1:
+        _check_restarts(run)
+    elif ranks:
+        run = _name_everywhere(run, extensions)
     try:
-        run = prepare_run(run, overwrite=overwrite)
+        run = prepare_run(run, extensions, overwrite=overwrite, is_rank=ranks < 2)
     except ValueError as error:
         error.args = (str(error).replace("--resume", "resume=True").replace("--overwrite", "overwrite=True"),)
         raise
     run = resolve_dtype(run, this_machine().gpus)
-    if rank.under_torchrun():
+    if not ranks:
         code = run_rank(run, partial(_train_as_rank, extensions=extensions))
         if code:  # ends the process, as torchrun's agent expects
             sys.exit(code)
-    elif run.engine.parallel.world_size == 1:
+    elif ranks == 1:
         from tepo_megatron.run.training import train_model
 
-        _check_restarts(run)
         with _own_process(), StopSignals(ends=False).borrowed():
             train_model(run, extensions)
     else:
-        code, message = start_ranks(_name_everywhere(run, extensions))
+        code, message = start_ranks(run)
         if code in (INTERRUPTED, PREEMPTED):
             raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
         if code:
@@ -251,8 +255,10 @@ def _called(thing: object) -> str:
     return re.sub(r"\W", "", name) or "function"
 
 
-def prepare_run(config: RunConfig, *, overwrite: bool = False) -> RunConfig:
-    """Returns it with the output folder that ranks read.
+def prepare_run(
+    config: RunConfig, extensions: Extensions = NO_EXTENSIONS, *, overwrite: bool = False, is_rank: bool = False
+) -> RunConfig:
+    """Returns it with the output folder that ranks read. ``is_rank``: this process trains, and may start CUDA.
 
     Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError.
     """
@@ -264,10 +270,26 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> RunConfig:
     if not rank.under_torchrun():
         _download(config)
     if rank.speaks_first() and not attempt():
-        prepare_folder(config, overwrite=overwrite)
+        prepare_folder(config, overwrite=overwrite, check=partial(_check_start, config, extensions, is_rank))
     if not rank.under_torchrun() and config.train.resume and resumes(config):
         Resumed.find(config, resolve_model_path(config.model.path))
     return config
+
+
+def _check_start(config: RunConfig, extensions: Extensions, is_rank: bool) -> None:
+    """What the run itself checks before its servers start. Other processes check their machine's limits themselves."""
+    from tepo_megatron.run.checks import check_model
+    from tepo_megatron.run.output.resume import resolve_dtype
+    from tepo_megatron.run.sampling.custom_rollout import load_collect
+    from tepo_megatron.run.sampling.inputs import Inputs
+    from tepo_megatron.trainer.protocol import trainer_kind
+
+    if rank.under_torchrun():
+        _check_ranks(config)
+        trainer_kind().prepare_process(config)  # before the checks look at GPUs
+    model_dir = check_model(resolve_dtype(config, this_machine().gpus), machine=is_rank)
+    Inputs.read(config, model_dir, has_reward=extensions.reward is not None)
+    load_collect(config, extensions.collect)
 
 
 def _download(config: RunConfig) -> None:
@@ -300,6 +322,17 @@ def _check_restarts(config: RunConfig) -> None:
         )
 
 
+def _check_ranks(config: RunConfig) -> None:
+    parallel, world_size = config.engine.parallel, int(os.environ["WORLD_SIZE"])
+    if world_size != parallel.world_size:
+        raise ValueError(
+            f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
+            f"{parallel.world_size} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node "
+            f"{parallel.world_size}, or change engine.parallel"
+        )
+    _check_restarts(config)
+
+
 def _train_as_rank(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
     was_enabled = gc.isenabled()
     gc.collect()
@@ -318,14 +351,7 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None] = _train_as_ra
     from tepo_megatron.run.output.resume import of_attempt
 
     def checked() -> None:
-        parallel, world_size = config.engine.parallel, int(os.environ["WORLD_SIZE"])
-        if world_size != parallel.world_size:
-            raise ValueError(
-                f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
-                f"{parallel.world_size} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node "
-                f"{parallel.world_size}, or change engine.parallel"
-            )
-        _check_restarts(config)
+        _check_ranks(config)
         work(of_attempt(config))
 
     return rank.run_rank(checked, grace_s=config.train.grace_s, warning_s=config.train.warning_s)

@@ -256,8 +256,8 @@ MADE_BY_A_RUN = (
 _FIRST_ROW = re.compile(rb'\{"step": 0[,}]')  # the evaluation before the first step
 
 
-def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
-    """Raises ValueError if no run can start or resume there."""
+def prepare_folder(config: RunConfig, *, overwrite: bool = False, check: Callable[[], object] = bool) -> None:
+    """Raises ValueError if no run can start or resume there. ``check`` is of the new run, before the old one is removed."""
     folder = config.output
     if overwrite and config.train.resume:
         raise ValueError(f"--overwrite starts again and train.resume = {config.train.resume} continues; give one of the two")
@@ -266,6 +266,8 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
     with unwritable_is_a_sentence(folder):
         RunLock.check_free(folder)
     if overwrite and _holds_run(folder):
+        _check_nothing_is_read_from(config)
+        check()
         _remove_run(config)
     check_no_run(config)
 
@@ -315,7 +317,6 @@ def _check_writable(folder: Path) -> None:
 
 def _remove_run(config: RunConfig) -> None:
     folder = config.output
-    _check_nothing_is_read_from(config)
     lock = RunLock(folder)
     with unwritable_is_a_sentence(folder):
         lock.take()

@@ -240,6 +240,7 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     ("arguments", "in_use", "words"),
     [
         (["--overwrite"], True, "is in use by process"),
+        (["--overwrite", "model.path=/nowhere", "data.train=builtin:addition"], False, "/nowhere"),
         (["--resume"], True, "is in use by process"),
         (["--resume", "--from", "step_000005"], False, "step_000005 is not there"),
         (["train.resume=auto", "optimizer.lr=1"], False, "train.allow_change=[optimizer.lr]"),

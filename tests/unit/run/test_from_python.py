@@ -209,7 +209,7 @@ def started(config: Any = None, **arguments: Any) -> tuple[RunConfig, Extensions
         return 0, ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "prepare_run", lambda config, overwrite: config)
+        patch.setattr(api, "prepare_run", lambda config, *_, **__: config)
         patch.setattr(training, "train_model", note)
         patch.setattr(api, "run_ranks", run_ranks)
         patch.setattr(api, "read_metrics", lambda path: [])
@@ -300,6 +300,18 @@ def test_a_folder_with_a_run_is_refused_with_the_arguments_to_give(tmp_path: Pat
         tepo_megatron.train(output=tmp_path)
     assert "resume=True" in str(caught.value)
     assert "start again (overwrite=True)" in str(caught.value)
+    before = sorted(tmp_path.rglob("*"))
+    for wrong, says in (
+        ({"model.path": "/nowhere"}, "/nowhere"),
+        ({"data.train": "/nowhere.jsonl"}, "/nowhere.jsonl"),
+        ({"train.max_restarts": 1}, "nothing would start these ranks again"),
+        ({"engine.parallel.tp": 2}, "reward=lambda is in this process alone"),
+        ({"engine.parallel.tp": 2, "reward.verifier": "nowhere.py:score"}, "there is no file .*nowhere.py"),
+    ):
+        reward = None if "reward.verifier" in wrong else lambda problem, response: 1.0
+        with pytest.raises(ValueError, match=says):
+            tepo_megatron.train(wrong, reward=reward, output=tmp_path, overwrite=True)
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_function_goes_by_a_name_that_another_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
