@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 def make_trainer(
     config: RunConfig, model_dir: Path, *, teachers: Mapping[str, Path], shares_gpus: bool, heartbeat: Heartbeat
 ) -> Trainer:
-    from tepo_megatron.trainer.megatron.engine import Engine
+    from torch import distributed
 
-    return Engine(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
+    from tepo_megatron.runtime.machine import variable
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.parallel.platform import Platform
+
+    is_alone = variable("WORLD_SIZE", 1) == 1 and not distributed.is_initialized()
+    try:
+        return Engine(config, model_dir, teachers=teachers, shares_gpus=shares_gpus, heartbeat=heartbeat)
+    except BaseException:
+        if is_alone:  # with several ranks the process ends, and closing NCCL's groups would wait for the others
+            Platform.destroy()
+        raise

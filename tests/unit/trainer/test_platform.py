@@ -19,6 +19,7 @@ from tepo_megatron.trainer.megatron.parallel import platform as platform_cpu
 from tepo_megatron.trainer.megatron.parallel.platform import collective_timeout
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
+from tests.support.programs import run_python
 from tests.support.random_models import draw_rollouts, write_llama
 
 MODE = "torch function mode"
@@ -53,6 +54,38 @@ def test_megatron_trains_with_all_patches_and_fails_without_one(model: Path, mis
     """If this fails without one, upstream no longer needs the patch: remove it."""
     with pytest.raises(RuntimeError, match=r"rank [01] of 2 raised:") if missing else contextlib.nullcontext():
         run_dist(2, train_one_step, model, missing)
+
+
+BUILDS_AGAIN = """
+import sys
+from pathlib import Path
+from unittest.mock import DEFAULT, patch
+from megatron.core import parallel_state
+from tepo_megatron.config import RunConfig
+from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.trainer.megatron.policy import PolicyBuilder
+from tepo_megatron.trainer.protocol import trainer_kind
+
+model = Path(sys.argv[1])
+config = RunConfig.model_validate({"model": {"path": sys.argv[1], "dtype": "float32"}})
+
+def build():
+    return trainer_kind().make_trainer(config, model, teachers={}, shares_gpus=False, heartbeat=Heartbeat())
+
+make = parallel_state.create_group
+groups = patch.object(parallel_state, "create_group", wraps=make, side_effect=[*[DEFAULT] * 5, KeyboardInterrupt])
+for interrupted in (groups, patch.object(PolicyBuilder, "policy", side_effect=KeyboardInterrupt)):
+    try:
+        with interrupted:
+            build()
+    except KeyboardInterrupt:
+        build().close()
+        print("built")
+"""
+
+
+def test_a_build_that_was_interrupted_leaves_no_groups_to_the_next(model: Path) -> None:
+    assert run_python("-c", BUILDS_AGAIN, model).stdout.count("built") == 2
 
 
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

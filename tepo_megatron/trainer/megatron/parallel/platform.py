@@ -61,8 +61,7 @@ class Platform:
     @staticmethod
     def destroy() -> None:
         """On CPUs it waits for no rank, but NCCL does."""
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # also what an interrupted start has made
         if dist.is_initialized():
             dist.destroy_process_group()
 
