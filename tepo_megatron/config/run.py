@@ -385,6 +385,12 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
             f"rollout.truncated = penalise makes rewards lower, or negative, and objective.advantage.kind = {advantage.kind} "
             f"{reason}; set rollout.truncated = mask, or another advantage"
         )
+    failed = run.reward.failed_reward
+    if failed is not None and failed < 0 and advantage.kind == "divide_by_mean":
+        yield (
+            f"reward.failed_reward = {failed:g} is negative, and objective.advantage.kind = divide_by_mean "
+            f"{_READS_NO_PENALTY[advantage.kind]}; set it to 0 or more, or set another advantage"
+        )
     verifiers = {"reward.verifier": run.reward.verifier}
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
     for item in (*data.train_sources, *data.heldout_sources):

@@ -46,7 +46,14 @@ class StepRewards:
         return rewarded
 
     def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Raises RuntimeError if what remains cannot be trained on."""
         remaining = _trained_on(rollouts)
+        lowest = min((rollout.reward or 0.0 for rollout in remaining), default=0.0)
+        if lowest < 0 and self._config.objective.advantage.kind == "divide_by_mean":
+            raise RuntimeError(
+                f"a reward of the step is {lowest:g}, and objective.advantage.kind = divide_by_mean divides by their mean, so "
+                "that they must not be negative; shift them, or set another advantage"
+            )
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
         parts: dict[str, list[float]] = {}
         for rollout in remaining:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -231,13 +232,24 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
 
 
-def test_steps_before_an_error_of_the_rewards_are_saved(reference_run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (OSError("the judge does not answer"), "4 of 4 rewards failed, .* the judge does not answer"),
+        (-1.0, "a reward of the step is -1, and .*divide_by_mean"),
+    ],
+)
+def test_steps_before_an_error_of_the_rewards_are_saved(
+    fault: OSError | float, says: str, reference_run: Any, tmp_path: Path
+) -> None:
     """The failed step, which is only too small to be trained on, is sampled and rewarded again."""
     gone = tmp_path / "gone"
 
     def judge(problem: Any, response: str) -> float:
         if gone.exists():
-            raise OSError("the judge does not answer")
+            if isinstance(fault, OSError):
+                raise fault
+            return fault
         return len(response) % 3
 
     class Ends:
@@ -245,14 +257,15 @@ def test_steps_before_an_error_of_the_rewards_are_saved(reference_run: Any, tmp_
             if step == 2:
                 gone.touch()
 
-    settings = {"train": {"steps": 3, "save_every": 0, "resume": "auto"}, "reward.max_failed": 1.0}
+    train = {"steps": 3, "save_every": 0, "resume": "auto"}
+    settings = {"train": train, "reward.max_failed": 1.0, "objective.preset": "max_rl"}
     whole = reference_run({**settings, "output": str(tmp_path / "whole")}, reward=judge).run()
     run = reference_run(settings, callbacks=[Ends()], reward=judge)
-    with pytest.raises(RuntimeError, match=r"4 of 4 rewards failed, .* the judge does not answer") as caught:
+    with pytest.raises(RuntimeError, match=says) as caught:
         run.run()
     assert is_ours(caught.value)
     assert run.noted("save ") == ["save 2"]
-    assert any("the judge does not answer" in text and text.endswith("; the run saves and ends") for text in run.said)
+    assert any(re.search(says, text) and text.endswith("; the run saves and ends") for text in run.said)
     assert "an error ends the run: saved step_000002; continue with the same command and --resume" in run.said
     gone.unlink()
     assert reference_run(settings, reward=judge).run().digest == whole.digest

@@ -69,6 +69,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["rollout.truncated=mask", "rollout.overlong.buffer=2"], r"truncated = mask and overlong belong together"),
         ([PENALISE, "rollout.overlong.buffer=999"], r"even an empty response would be punished"),
         ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=max_rl"], r"divides by their mean"),
+        (["reward.failed_reward=-1", "objective.preset=max_rl"], r"failed_reward = -1 is negative, .*by their mean"),
         ([PENALISE, "rollout.overlong.buffer=2", GDPO], r"a component of its own"),
         (["rollout.oversample=1.5"], r"set filter_groups or partial, or leave it out"),
         (["rollout.partial=true"], r"oversample = 1 begins no more groups than a step needs"),
