@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.consistency_checks import Canary
 from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.run.rank0 import Rank0
-from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
+from tepo_megatron.run.step.instability import Rollback, SkippedUpdates, TooManySkippedError
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.step.stopping import Stopping
@@ -21,7 +22,7 @@ from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import StopRequested
-from tepo_megatron.trainer.protocol import Trainer
+from tepo_megatron.trainer.protocol import Trainer, UpdateResult
 
 _T = TypeVar("_T")
 
@@ -53,8 +54,8 @@ class Loop:
         self.rollback = Rollback(self.config.train)
 
     def run(self) -> None:
-        """Every rank calls. Signals, and errors of servers, sampling, rewards, checks and evaluation, are raised on all ranks
-        once unsaved steps are saved.
+        """Every rank calls. Signals, skipped steps, and errors of servers, sampling, rewards, checks and evaluation, are raised
+        on all ranks once unsaved steps are saved.
         """
         try:
             self.run_steps()
@@ -106,7 +107,7 @@ class Loop:
         with self.phase("update"), self.stopping.timed_update():
             passes = scored * self.config.train.epochs_per_batch  # in one order: a part keeps the micro-batches of its scores
             updates = [engine.update(part, last=number == len(passes)) for number, part in enumerate(passes, start=1)]
-            self.skipped.check(self.step, batch, updates)
+            self.check_skipped(batch, updates)
         self.finish_save(wait=False)
         row = {**summarize(batch, updates), **noise, **self.stopping.take_save_times()}
         reason = self.rollback.reason(row)
@@ -120,6 +121,14 @@ class Loop:
         self.update_weights()
         self.evaluate()
         self.log(row)
+
+    def check_skipped(self, batch: Batch, updates: Sequence[UpdateResult]) -> None:
+        try:
+            self.skipped.check(self.step, batch, updates)
+        except TooManySkippedError as error:
+            if all(update.skipped for update in updates):  # the trainer is as after the last step, which can be saved
+                raise _WorkFailed(error) from None
+            raise
 
     def go_back(self, reason: str) -> bool:
         """Returns false without a checkpoint. Raises RuntimeError if none is whole, or after too many."""

@@ -19,6 +19,10 @@ from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.trainer.protocol import UpdateResult
 
 
+class TooManySkippedError(RuntimeError):
+    pass
+
+
 class SkippedUpdates:
     """Every rank has one. ``keep`` is rank 0's: it saves the batch and returns the file."""
 
@@ -31,7 +35,7 @@ class SkippedUpdates:
         self._first = ""  # step and cause of the first consecutive one
 
     def check(self, step: int, batch: Batch, updates: Sequence[UpdateResult]) -> None:
-        """Raises RuntimeError on every rank after too many consecutive skipped steps."""
+        """Raises TooManySkippedError on every rank after too many consecutive skipped steps."""
         too_many, allowed = False, self._train.max_skipped
         for number, update in enumerate(updates):
             self._in_a_row = self._in_a_row + 1 if update.skipped else 0
@@ -58,7 +62,7 @@ class SkippedUpdates:
         if too_many:
             several = f"{allowed + 1} optimizer steps in a row were skipped"
             what = several if allowed else "an optimizer step was skipped"
-            raise RuntimeError(
+            raise TooManySkippedError(
                 f"{what} (train.max_skipped = {allowed}) since a number was not finite; the first {self._first}. The "
                 f"weights are as they were before it, and the rollouts are in {Path(path).parent}. Look there, lower "
                 "optimizer.lr, or raise train.max_skipped"

@@ -124,6 +124,19 @@ def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Any) ->
     assert "step 1: 1 of 2 optimizer steps skipped, a number was not finite: planted" in run.said[0]
 
 
+@pytest.mark.parametrize(("skips", "saved"), [((5, 6), ["save 2"]), ((3, 4), ["save 1"]), ((4, 5, 6), ["save 2"]), ((6,), [])])
+def test_steps_before_too_many_skipped_updates_are_saved(skips: tuple[int, ...], saved: list[str], reference_run: Any) -> None:
+    """But not in the middle of a step, since the weights are then of none."""
+    settings = {"steps": 3, "save_every": 0, "max_skipped": len(skips) - 1, "resume": "auto"}
+    run = reference_run({"train": settings}, skips=skips)
+    with pytest.raises(RuntimeError, match=r"a row were skipped|an optimizer step was skipped") as caught:
+        run.run()
+    assert is_ours(caught.value)
+    assert run.noted("save ") == saved
+    if saved:
+        assert reference_run({"train": settings}).run().noted("load") == [f"load step_00000{saved[0][-1]}"]
+
+
 def test_a_batch_is_trained_on_in_several_passes_and_scored_once(reference_run: Any) -> None:
     sampled = {"rollout.samples_per_prompt": 4, "rollout.sampling.temperature": 2.0}  # so that there are advantages
     settings = {**sampled, "log": {"token_samples": 1, "token_samples_every": 1}}
