@@ -67,7 +67,8 @@ def train(
 
     Raises:
         ConfigError, ValueError, RuntimeError: with the message of ``tepo train``.
-        StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, once the training so far is saved.
+        StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, once the training so far is saved, or
+            the run is complete.
     """
     run, extensions = _read_arguments(
         config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
@@ -85,6 +86,7 @@ def train(
         error.args = (str(error).replace("--resume", "resume=True").replace("--overwrite", "overwrite=True"),)
         raise
     run = resolve_dtype(run, this_machine().gpus)
+    stops: list[int] = []
     if not ranks:
         code = run_rank(run, partial(_train_as_rank, extensions=extensions))
         if code:  # ends the process, as torchrun's agent expects
@@ -92,14 +94,17 @@ def train(
     elif ranks == 1:
         from tepo_megatron.run.training import train_model
 
-        with _own_process(), StopSignals(ends=False).borrowed():
+        with _own_process(), StopSignals(ends=False).borrowed() as signals:
             train_model(run, extensions)
+        stops += [] if signals.requested is None else [signals.requested]
     else:
-        code, message = start_ranks(run)
+        code, message = start_ranks(run, stops)
         if code in (INTERRUPTED, PREEMPTED):
             raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
         if code:
             raise RuntimeError(message)
+    if stops:  # after the last step
+        raise StopRequested(stops[0], f"the run is complete in {run.output}")
     return TrainResult(run.output, run.output / "model", run, read_metrics(run.output / "metrics.jsonl"))
 
 
@@ -301,8 +306,8 @@ def _download(config: RunConfig) -> None:
             hub_folder(path, "dataset")
 
 
-def start_ranks(config: RunConfig) -> tuple[int, str]:
-    """Ranks, also restarted ones, read this configuration, not its files."""
+def start_ranks(config: RunConfig, stops: list[int] | None = None) -> tuple[int, str]:
+    """Ranks, also restarted ones, read this configuration, not its files. ``stops``: as of ``run_ranks``."""
     from tepo_megatron.sampler.protocol import sampler_spec
 
     world_size, restarts, rollout = config.engine.parallel.world_size, config.train.max_restarts, config.rollout
@@ -311,7 +316,8 @@ def start_ranks(config: RunConfig) -> tuple[int, str]:
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, servers:
         file = Path(folder) / "run.yaml"
         file.write_text(dump_resolved(config), encoding="utf-8")
-        return run_ranks(["train", str(file)], world_size, status=config.output / "status", max_restarts=restarts)
+        status = config.output / "status"
+        return run_ranks(["train", str(file)], world_size, status=status, max_restarts=restarts, stops=stops)
 
 
 def _check_restarts(config: RunConfig) -> None:

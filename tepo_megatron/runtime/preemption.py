@@ -42,9 +42,9 @@ _SAY_S = 2.0
 class StopRequested(KeyboardInterrupt):
     """In a loop all ranks raise it at the same point."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, outcome: str = "") -> None:
         self.number = signal.Signals(number)
-        super().__init__(_name(number))
+        super().__init__(f"{_name(number)}: {outcome}" if outcome else _name(number))
 
     @property
     def exit_code(self) -> int:

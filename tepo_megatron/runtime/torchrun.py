@@ -47,18 +47,20 @@ def run_ranks(
     *,
     status: Path | None = None,
     max_restarts: int = 0,
+    stops: list[int] | None = None,
 ) -> tuple[int, str]:
     """Returns the exit code and the first failed rank's message.
 
-    ``status``: folder of heartbeats. Stop signals go to every rank. If one fails, the others are ended; if one was lost, all
-    start again, at most ``max_restarts`` times.
+    ``status``: folder of heartbeats. Stop signals go to every rank, and into ``stops``. If one rank fails, the others are
+    ended; if one was lost, all start again, at most ``max_restarts`` times.
     """
     command = ["-m", module, *arguments]
-    end = run_attempts(lambda: _run_attempt(command, world_size, status), max_restarts)
+    received = [] if stops is None else stops
+    end = run_attempts(lambda: _run_attempt(command, world_size, status, received), max_restarts)
     return end.code, end.message + end.advice
 
 
-def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -> RanksEnd:
+def _run_attempt(command: Sequence[str], world_size: int, status: Path | None, received: list[int]) -> RanksEnd:
     hangs: list[str] = []
     was_asked = False
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
@@ -68,7 +70,7 @@ def _run_attempt(command: Sequence[str], world_size: int, status: Path | None) -
                 _environment(failure),
                 watching(status, hangs.append),
                 stopped_together(_show_cursor),
-                _forwarded_signals(Path(folder), world_size) as asked,
+                _forwarded_signals(Path(folder), world_size, received) as asked,
             ):
                 end = _run_ranks(command, world_size, Path(folder), asked)
                 was_asked = asked() is not None
@@ -161,7 +163,7 @@ def _run_node_attempt(
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
         failure = Path(folder) / "failure.json"
         try:
-            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(Path(folder), ranks) as asked:
+            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(Path(folder), ranks, []) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
@@ -242,12 +244,11 @@ _MEET_S = 900
 
 
 @contextmanager
-def _forwarded_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
+def _forwarded_signals(folder: Path, ranks: int, received: list[int]) -> Iterator[Callable[[], int | None]]:
     """The parent passes every stop signal on to each rank; ``folder`` is private.
 
     Before all ranks handle signals, ``StopRequested`` is raised in the parent. Yields a function that returns the first signal.
     """
-    received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
         received.append(number)

@@ -153,7 +153,7 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
     """A file that is changed, or was a pipe, does not matter to ranks, nor to those that start again."""
     started: list[tuple[RunConfig, int, Path, int]] = []
 
-    def run_ranks(arguments: list[str], world_size: int, *, status: Path, max_restarts: int) -> tuple[int, str]:
+    def run_ranks(arguments: list[str], world_size: int, *, status: Path, max_restarts: int, **_: Any) -> tuple[int, str]:
         run_yaml.unlink(missing_ok=True)
         done = invoke("config", "show", *arguments[1:])
         started.append((RunConfig.model_validate(yaml.safe_load(done.stdout)), world_size, status, max_restarts))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from tepo_megatron.errors import is_ours
 from tepo_megatron.run import api, training
 from tepo_megatron.run.api import TrainResult
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callback, Callbacks, EarlyStopping, Extensions, RunInfo, Stop
+from tepo_megatron.runtime.preemption import StopRequested, StopSignals
 from tepo_megatron.tasks.reward.verifiers import last_word, load_verifier, resolve_verifier
 
 
@@ -197,15 +199,21 @@ def test_the_documents_callback_ends_a_run_by_its_entropy() -> None:
         made["Watch"]().on_step_end(1, {"entropy/mean": 0.001})
 
 
-def started(config: Any = None, **arguments: Any) -> tuple[RunConfig, Extensions]:
-    """The configuration and the objects of the run that such a call would start."""
+def started(
+    config: Any = None, interrupt: Callable[[list[int]], object] = bool, **arguments: Any
+) -> tuple[RunConfig, Extensions]:
+    """The configuration and the objects of the run that such a call would start. ``interrupt`` is called at its end."""
     runs: list[tuple[RunConfig, Extensions]] = []
 
     def note(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
         runs.append((config, extensions))
+        if config.engine.parallel.world_size == 1:
+            StopSignals.current().defer()
+            interrupt([])
 
-    def run_ranks(arguments: list[str], *_: Any, **__: Any) -> tuple[int, str]:
+    def run_ranks(arguments: list[str], *_: Any, stops: list[int], **__: Any) -> tuple[int, str]:
         note(load_run(arguments[1]))
+        interrupt(stops)
         return 0, ""
 
     with pytest.MonkeyPatch.context() as patch:
@@ -352,6 +360,19 @@ def test_ranks_of_their_own_get_names_alone() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             started(two, **wrong)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ctrl_c_after_the_last_step_is_raised_when_the_run_is_complete(tp: int) -> None:
+    def interrupt(stops: list[int]) -> None:
+        """With several ranks, what passes the signal on to them is told."""
+        if tp == 1:
+            signal.raise_signal(signal.SIGINT)
+        stops.append(signal.SIGINT)
+
+    with pytest.raises(StopRequested, match=r"Ctrl-C: the run is complete in out/run") as caught:
+        started({"engine.parallel.tp": tp, "output": "out/run"}, interrupt)
+    assert caught.value.number == signal.SIGINT
 
 
 def test_a_result_gives_columns_and_the_best_row() -> None:
