@@ -104,8 +104,11 @@ class Callbacks:
             raise RuntimeError(f"{self.stopped}; Stop ends a run that has begun: raise it in another method")
         self.raise_failure(saved_step=run.step)
 
-    def raise_failure(self, *, saved_step: int) -> None:
+    def raise_failure(self, *, saved_step: int, complete: Path | None = None) -> None:
+        """``complete``: the folder of a run whose model is exported."""
         if self.failure is not None:
+            if complete is not None:
+                raise RuntimeError(f"{self.failure}; the run is complete in {complete}") from self.failure.__cause__
             saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with the same command and --resume"
             raise RuntimeError(f"{self.failure}; {saved if saved_step else 'nothing was trained'}") from self.failure.__cause__
 

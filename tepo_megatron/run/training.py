@@ -59,7 +59,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         if loop.rank0 is not None:
             loop.rank0.callbacks.tell("on_run_end", loop.step, loop.step)
             loop.rank0.output.finish()
-        _raise_failure(loop)
+        _raise_failure(loop, complete=config.output)
 
 
 def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack: contextlib.ExitStack) -> Loop:
@@ -130,9 +130,9 @@ def _is_root() -> bool:
     return variable("RANK", 0) == 0
 
 
-def _raise_failure(loop: Loop) -> None:
+def _raise_failure(loop: Loop, *, complete: Path | None = None) -> None:
     if loop.rank0 is not None:
-        loop.rank0.callbacks.raise_failure(saved_step=loop.stopping.saved_step)
+        loop.rank0.callbacks.raise_failure(saved_step=loop.stopping.saved_step, complete=complete)
 
 
 def _resume(loop: Loop, model_dir: Path) -> None:

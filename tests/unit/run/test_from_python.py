@@ -47,6 +47,9 @@ class Told(Callback):
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._told("on_step_end", step)
 
+    def on_run_end(self, step: int) -> None:
+        self._told("on_run_end", step)
+
 
 @pytest.mark.parametrize(("hook", "error"), [("on_rollouts", Stop()), ("on_step_end", ValueError("no such thing"))])
 def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: Exception, reference_run: Any) -> None:
@@ -72,6 +75,15 @@ def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: Ex
     begin, _, rest = str(caught.value).partition(f" ({__file__}:")
     assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 2"
     assert rest.endswith("; the newest checkpoint is step_000002: continue with the same command and --resume")
+
+
+def test_after_an_error_at_its_end_a_run_is_complete(reference_run: Any) -> None:
+    run = reference_run({"log.curves": False})
+    extensions = Extensions([Told("on_run_end", 2, KeyError("x"))], run.reward)
+    says = rf"raised KeyError: 'x' in on_run_end .*; the run is complete in {run.config.output}$"
+    with StopSignals(ends=False).borrowed(), pytest.raises(RuntimeError, match=says):
+        training.train_model(run.config, extensions)
+    assert (run.config.output / "model").is_dir()
 
 
 def test_a_run_that_cannot_begin_does_not() -> None:
