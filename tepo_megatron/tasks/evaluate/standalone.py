@@ -34,12 +34,19 @@ from tepo_megatron.weights.architecture import read_model_spec
 
 
 def evaluate_model(
-    config: RunConfig, model: Path | str, *, table: bool = True, sets: Sequence[str] | None = None, resume: bool = False
+    config: RunConfig,
+    model: Path | str,
+    *,
+    table: bool = True,
+    sets: Sequence[str] | None = None,
+    resume: bool = False,
+    reward: Any = None,
 ) -> EvaluationResult:
     """Evaluates a Hugging Face folder on ``config.data.heldout`` and the sets of ``config.evaluate``. One process calls.
 
     With sets, the default held-out problems are left out: they belong to the demonstration. ``sets``: only these names.
-    ``resume``: reuse responses of an interrupted evaluation of equal model and settings. ``<output>/eval`` receives
+    ``resume``: reuse responses of an interrupted evaluation of equal model and settings. ``reward``: the function or object
+    that ``train`` was given, in place of ``reward.verifier``. ``<output>/eval`` receives
     ``metrics.json``, ``samples.jsonl``, servers' logs, and for each set, and ``data.heldout``, ``results/NAME.jsonl``
     (responses) and ``results/NAME.json`` (figures with intervals).
 
@@ -75,7 +82,7 @@ def evaluate_model(
     truncation = truncation_of(config.rollout.sampling)
     served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
     generate = partial(StoredResponses(stored, fleet.generate, state, served), **truncation)
-    with open_task(config, tokenizer, spec) as task:
+    with open_task(config, tokenizer, spec, reward) as task:
         of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
         if tried:  # otherwise every set's own verifier has scored an answer

@@ -72,8 +72,8 @@ def resolve_verifier(name: str) -> str:
         function = name.removeprefix(GIVEN)
         raise ValueError(
             f"reward.verifier = {name!r} is a function that a Python program gave to its run, and no other process has it; "
-            f"give it again, tepo_megatron.train(…, reward={function}), or put it into a file and name it "
-            f"path/file.py:{function}"
+            f"give it again, tepo_megatron.train(…, reward={function}) or evaluate_model(…, reward={function}), or put it into "
+            f"a file and name it path/file.py:{function}"
         )
     if ":" in name:
         return locate_user_code(name, f"the verifier {name!r}")

@@ -26,6 +26,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, evaluate_all, verifier_pools
+from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import last_word
@@ -225,6 +226,26 @@ def test_a_set_takes_a_function_that_the_run_was_given(make_config: Callable[...
     reward = config.reward.model_copy(update={"verifier": "(python):score"})
     sums, _ = EvaluationSet.load_all(config.model_copy(update={"reward": reward}), TOKENIZER)
     assert sums.verifier == "(python):score"
+
+
+def test_a_model_is_evaluated_with_the_function_that_its_run_was_given(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fleet(nullcontext[None]):
+        def generate(self, prompts: list[Any], *, on_group: Callable[..., object], n: int = 1, **_: Any) -> None:
+            for index in range(len(prompts)):
+                on_group(index, [response("7")] * n)
+
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.make_sampler", lambda *_, **__: Fleet())
+    config = make_config().model_copy(update={"output": tmp_path / "out"})
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"verifier": "(python):score"})})
+    figures = [
+        evaluate_model(config, "builtin:tiny", sets=["sums"], table=False, reward=reward).metrics["eval/sums/greedy"]
+        for reward in (lambda problem, answer: 1.0, lambda problem, answer: 1.0 * (answer == problem.answer))
+    ]
+    assert figures == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"give it again, .* or evaluate_model\(…, reward=score\)"):
+        evaluate_model(config, "builtin:tiny", sets=["sums"], table=False)
 
 
 def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., RunConfig]) -> None:
