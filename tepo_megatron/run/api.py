@@ -41,7 +41,7 @@ def train(
     env: str | type | Mapping[str, Any] | None = None,
     callbacks: Sequence[object] | object = (),
     collect: str | Callable[..., Any] | None = None,
-    resume: bool | Literal["auto"] | str = False,
+    resume: bool | Literal["auto"] | str | None = None,
     overwrite: bool = False,
     **settings: Any,
 ) -> TrainResult:
@@ -57,7 +57,7 @@ def train(
         callbacks: a ``Callback`` object, or a name as in ``train.callbacks``, or several in a list; besides the config's.
         collect: a generation step, ``(problems, sampler) -> rollouts``, as an object or by name.
         resume: continue from the newest whole checkpoint of ``output`` (``"auto"``: if there is one), or from this name or
-            path.
+            path; False: start again, whatever ``config`` says.
         overwrite: remove the run in ``output``.
         settings: override ``config``: sections as mappings, or ``name``, ``output``, ``seed``.
 
@@ -186,8 +186,8 @@ def _read_arguments(
         values.append(("objective.preset" if isinstance(objective, str) else "objective", objective))
     if resume in (True, "auto"):
         values.append(("train.resume", resume))
-    elif resume:
-        values += [("train.resume", True), ("train.resume_from", resume)]
+    elif resume is not None:
+        values += [("train.resume", bool(resume)), ("train.resume_from", resume or None)]
     listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     names = [callback for callback in listed if isinstance(callback, str | Mapping)]
     objects = tuple(callback for callback in listed if not isinstance(callback, str | Mapping))

@@ -261,6 +261,10 @@ def test_arguments_change_the_configuration_and_keep_the_rest() -> None:
     for resume, expected in ((True, (True, None)), ("auto", ("auto", None)), ("step_000004", (True, "step_000004"))):
         train = started(resume=resume)[0].train
         assert (train.resume, train.resume_from) == expected
+    resumed = load_run(None, ["train.resume=true", "train.resume_from=step_000002"])
+    for resume, expected in ((None, (True, "step_000002")), (False, (False, None))):
+        train = started(resumed, resume=resume)[0].train
+        assert (train.resume, train.resume_from) == expected
     with_callback, stopping = load_run(None, ['train.callbacks=["early_stopping"]']), EarlyStopping()
     named = {"callback": "early_stopping", "kwargs": {"patience": 2}}
     config, extensions = started(with_callback, callbacks=[stopping, named])
