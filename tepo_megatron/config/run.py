@@ -14,14 +14,13 @@ from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sources
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
-from tepo_megatron.config.metric_names import NUMBERED, OF_UPDATES, TRAINING
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.config.teachers import TeacherConfig
-from tepo_megatron.config.train import LogConfig, OptimizerConfig, TrainConfig
+from tepo_megatron.config.train import NUMBERED, OF_UPDATES, TRAINING, LogConfig, OptimizerConfig, TrainConfig
 
 _MAX_SERVED_RANK = 512  # vLLM 0.32's limit
 
