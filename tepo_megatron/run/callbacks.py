@@ -105,7 +105,7 @@ class Callbacks:
         self.raise_failure(saved_step=run.step)
 
     def raise_failure(self, *, saved_step: int, complete: Path | None = None) -> None:
-        """``complete``: the folder of a run whose model is exported."""
+        """``complete``: a complete run's folder."""
         if self.failure is not None:
             if complete is not None:
                 raise RuntimeError(f"{self.failure}; the run is complete in {complete}") from self.failure.__cause__

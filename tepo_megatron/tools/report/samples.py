@@ -157,7 +157,7 @@ def _token_group(run: int, path: Path, samples: TokenSamples, members: tuple[int
 
 
 def _with_values(groups: Sequence[SampleGroup]) -> Iterator[tuple[SampleGroup, TokenSamples]]:
-    """Leaves out those whose file was removed or replaced since: the run went back."""
+    """Leaves out those of files that were removed or replaced since: the run went back."""
     for path, of_file in groupby(groups, lambda group: group.origin[0]):
         with suppress(FileNotFoundError):
             samples = read_tokens(path)
@@ -165,7 +165,7 @@ def _with_values(groups: Sequence[SampleGroup]) -> Iterator[tuple[SampleGroup, T
 
 
 def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
-    """Sets ``at``, the first token, in each response; in none of a group whose file is gone."""
+    """Sets ``at``, the first token, in each response; in none if a group's file is gone."""
     parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *COLUMNS)}
     pieces: dict[str, int] = {}
     index = 0

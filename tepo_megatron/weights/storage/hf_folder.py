@@ -145,7 +145,7 @@ class AdapterSettings:
         }
 
     def write(self, out: Path, tensors: Mapping[str, Tensor], *, base_model: str, folder: Path) -> None:
-        """One process calls. PEFT opens ``base_model`` (``model.path``) if it is of the hub, else ``folder``, where it lies."""
+        """One process calls. PEFT opens ``base_model`` (``model.path``) if it is of the hub, else ``folder``."""
         name, _, revision = base_model.removeprefix(HUB).partition("@")
         of_hub = base_model.startswith(HUB)
         config = {
