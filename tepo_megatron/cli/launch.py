@@ -84,8 +84,8 @@ def _launch(config: RunConfig, texts: Mapping[str, str], job: str) -> int:
         job = nemo.submit(config)
     else:
         submit(config, job)
-    cluster.save_job(job)
     echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
+    cluster.save_job(job)
     return 0
 
 

@@ -22,6 +22,11 @@ _QUERIES = (
     "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
 )
 """squeue knows waiting and running jobs, scontrol recent ones, sacct (not everywhere) all."""
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("RECONFIG_FAIL", "REVOKED", "TIMEOUT"),
+)
+"""Slurm's states of jobs that will not run again."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class ClusterRun:
         else:
             self._check_files()
             self._check_images()
+        self._check_newest_job()
         self._check_output()
 
     def _run(self, command: str) -> Any:
@@ -97,6 +103,17 @@ class ClusterRun:
                 f"from docker/trainer.Dockerfile, or {remedy}"
             )
 
+    def _check_newest_job(self) -> None:
+        output = self.config.output
+        if self.config.cluster.executor != "slurm" or not self._has(f"{output}/launch/job.json"):
+            return
+        job = self.newest_job
+        if (status := self.status(job)) not in (*_ENDED, "UNKNOWN"):
+            raise ValueError(
+                f"job {job} of output {output} is {status}, and reads what this one would replace; wait for its end, cancel it "
+                f"(tepo launch cancel {output}/resolved.yaml), or give another folder (output=…)"
+            )
+
     def _check_output(self) -> None:
         train, output = self.config.train, self.config.output
         has_checkpoint = self._run(f"ls -d {shlex.quote(str(output))}/checkpoints/step_*[0-9]/state.json >/dev/null 2>&1").ok
@@ -127,10 +144,14 @@ class ClusterRun:
             self._put(name, text)
 
     def _put(self, name: str, text: str) -> None:
+        """Replaces the file at once: the bash of a job that runs reads its script as it goes."""
+        path = f"{self.config.output}/{name}"
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="tepo-launch-") as file:
             file.write(text)
             file.flush()
-            self.tunnel.put(file.name, str(self.config.output / name))
+            self.tunnel.put(file.name, f"{path}.partial")
+        if not (moved := self._run(f"mv -f {shlex.quote(path)}.partial {shlex.quote(path)}")).ok:
+            raise RuntimeError(f"{path} cannot be written on {self._where} ({' '.join(moved.stderr.split())})")
 
     def save_job(self, job: str) -> None:
         self._put("launch/job.json", json.dumps({"job": job}) + "\n")

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from tepo_megatron.cli.launch import _launch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.paths import paths_in
@@ -223,6 +225,42 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     with pytest.raises(ValueError, match=message) as caught:
         ClusterRun(config, Shell()).check()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", ["PENDING", "COMPLETING", "COMPLETED", ""])
+def test_a_second_submission_replaces_no_file_of_a_job_that_waits_or_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """``status``: Slurm's, which answers with an error where it is empty."""
+    for name in ("squeue", "scontrol", "sacct"):
+        write_script(tmp_path / name, f"echo {status}" if status and name == "squeue" else "exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    run = ClusterRun(job(f"output={tmp_path}/out"), Shell())
+    run.upload({"train.sh": "sleep 1\n"}, {})
+    run.save_job("4711")
+    if status not in ("PENDING", "COMPLETING"):
+        run.check()
+        return
+    with pytest.raises(ValueError, match=rf"job 4711 of output .* is {status}, .* cancel it \(tepo launch cancel /.*/resolved"):
+        run.check()
+
+
+def test_files_are_replaced_at_once_and_the_jobs_number_is_shown_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bash that runs a script reads it as it goes, and a job without a number could not be cancelled."""
+    run = ClusterRun(job(f"output={tmp_path}/out"), Shell())
+    run.upload({"train.sh": "first\n"}, {})
+    with (tmp_path / "out/launch/train.sh").open() as read_by_bash:
+        run.upload({"train.sh": "second\n"}, {})
+        assert read_by_bash.read() == "first\n"
+    assert (tmp_path / "out/launch/train.sh").read_text() == "second\n"
+    monkeypatch.setattr("tepo_megatron.launch.nemo.connect", lambda _: run)
+    monkeypatch.setattr("tepo_megatron.launch.nemo.submit", lambda _: "4711")
+    monkeypatch.setattr(ClusterRun, "save_job", Mock(side_effect=OSError("no disk")))
+    with pytest.raises(OSError, match="no disk"):
+        _launch(run.config, {}, "")
+    assert capsys.readouterr().out.startswith("submitted job 4711; see: tepo launch status")
 
 
 def test_a_job_that_would_be_warned_at_once_is_refused() -> None:
