@@ -14,6 +14,12 @@ node=${2:-${SLURM_NODEID:-0}}
 set +u # activation scripts read variables that may be unset
 @setup@
 set -u
+if [[ -z ${1:-} ]]; then
+  what=${interface:+"the interface $interface (rollout.server.interface) has no IPv4 address there, or does not exist"}
+  echo "error: the first node has no address: ${what:-its name has none}; 'ip -4 addr' lists a node's interfaces: set" \
+    "rollout.server.interface to one of them" >&2
+  exit 1
+fi
 ranks=@ranks@
 # shellcheck disable=SC2034  # processors.sh reads them
 needed=$ranks work="$ranks ranks"

@@ -119,6 +119,21 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
     assert "set rollout.server.interface" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("interface", "why"), [("ib7", "the interface ib7 (rollout.server.interface) has no"), ("", "its name")]
+)
+def test_a_first_node_without_an_address_is_one_sentence(tmp_path: Path, interface: str, why: str) -> None:
+    """The batch script then passes no argument, or an empty one."""
+    chosen = [f"rollout.server.interface={interface}"] if interface else []
+    script = script_of("train", job(f"output={tmp_path}", "cluster.python=/bin/true", *chosen))
+    for arguments in ([], [""]):
+        done = bash(script, *arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: the first node has no address: {why}")
+        assert "'ip -4 addr'" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
     settings = (f"rollout.server.interface=ib0; touch {tmp_path}/evil", "cluster.setup=['export SET_UP=yes']")
     run_train_script(tmp_path, *settings)
