@@ -27,6 +27,7 @@ _ENDED = (
     *("RECONFIG_FAIL", "REVOKED", "TIMEOUT"),
 )
 """Slurm's states of jobs that will not run again."""
+_FOLDERS = ("model.lora.path", "model.shards", "rollout.replay")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class ClusterRun:
         config, missing = self.config, f"does not exist on {self._where}"
         models = {"model.path": config.model.path}
         models |= {f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()}
+        models |= {field: path for field, path in paths_in(config).items() if field.endswith(".draft_model")}
         needed = [
             (
                 f"{model}/config.json",
@@ -76,8 +78,8 @@ class ClusterRun:
         for field, file in paths_in(config).items():
             if file.endswith(".py"):
                 needed.append((file, f"{field}: {file} {missing}; put the file there"))
-            elif field.startswith(("data.", "evaluate.")):
-                kind = "a file or folder" if field.startswith("data.") else "a file"
+            elif field.startswith(("data.", "evaluate.")) or field in _FOLDERS:
+                kind = "a folder" if field in _FOLDERS else "a file or folder" if field.startswith("data.") else "a file"
                 needed.append((file, f"{field} = {file} {missing}; give {kind} there"))
         for path, problem in needed:
             if not path.startswith(BUILTIN) and not self._has(path):

@@ -199,6 +199,8 @@ def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, mon
 
 
 DISTILLED = "objective.preset=on_policy_distill"
+DRAFTED = "rollout.server.speculative={draft_model: /nowhere}"
+FOLDERS = ("model.lora.path", "model.shards", "rollout.replay")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,9 @@ def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], messag
     [
         (["model.path=/nowhere"], "model.path = /nowhere has no config.json on this machine"),
         (["teachers.a.path=/nowhere", DISTILLED, "model.path={used}"], "teachers.a.path = /nowhere has no config.json on this"),
+        ([DRAFTED], "rollout.server.speculative.draft_model = /nowhere has no config.json on this machine"),
         (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
+        *(([f"{field}=/nowhere"], f"{field} = /nowhere does not exist .* a folder there") for field in FOLDERS),
         (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
         (["train.resume=true"], "has no finished checkpoint"),
         (["train.resume=true", "train.resume_from=step_000004"], "/checkpoints/step_000004 is no checkpoint on this machine"),
@@ -236,7 +240,7 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     used.mkdir()
     (used / "metrics.jsonl").write_text('{"step": 0, "lr": 1}\n{"step": 1}\n')
     (used / "config.json").touch()
-    config = job(f"output={tmp_path}/new", *(override.format(used=used) for override in overrides))
+    config = job(f"output={tmp_path}/new", *(override.replace("{used}", str(used)) for override in overrides))
     with pytest.raises(ValueError, match=message) as caught:
         ClusterRun(config, Shell()).check()
     assert "\n" not in str(caught.value)
