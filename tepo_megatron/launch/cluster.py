@@ -12,6 +12,7 @@ from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.launch.executors import TITLE, check_machine, check_paths
 from tepo_megatron.launch.job import Job
+from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
@@ -207,7 +208,20 @@ class ClusterRun:
             heads = f'printf \'==> %s <==\\n\' "$file"; {select} "$file" | tail -n {lines}'
             command = f"for file in {' '.join(map(shlex.quote, having))}; do {heads}; done"
             command += f"; tail -qF -n 0 {files} | {select}" if follow else ""
-        self.tunnel.run(command, hide=False, warn=True)
+        self.tunnel.run(command, hide=False, warn=True, out_stream=_Escaping(), err_stream=_Escaping(err=True))
+
+
+@dataclass(frozen=True)
+class _Escaping:
+    """Takes what a command prints, part by part: a log may hold a terminal's escapes."""
+
+    err: bool = False
+
+    def write(self, text: str) -> None:
+        echo(text, err=self.err, end="")
+
+    def flush(self) -> None:
+        """``write`` has done it."""
 
 
 def _experiment(job: str) -> Any:

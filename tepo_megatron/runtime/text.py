@@ -106,11 +106,11 @@ def printable(text: str, encoding: str | None = None) -> str:
     return _NOT_ASCII.sub(shown, text)
 
 
-def echo(text: str, *, err: bool = False) -> None:
-    """Writes ``text`` and a line break, whatever the stream can show."""
+def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """Writes ``text`` and ``end``, whatever the stream can show."""
     stream = sys.stderr if err else sys.stdout
     if stream is not None:  # it was closed before Python started
-        stream.write(printable(text, stream.encoding) + "\n")
+        stream.write(printable(text, stream.encoding) + end)
         stream.flush()
 
 

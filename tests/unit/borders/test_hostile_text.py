@@ -142,7 +142,7 @@ ELSEWHERE = {
     "cli/after_run.py: sys.stdout.write('\\x1b[2J\\x1b[H')",
     "cli/config.py: sys.stdout.write(dump_diff(config) if diff else dump_resolved(config))",  # YAML
     "cli/new_run.py: typer.prompt(printable(question), default=default)",
-    "runtime/text.py: stream.write(printable(text, stream.encoding) + '\\n')",
+    "runtime/text.py: stream.write(printable(text, stream.encoding) + end)",
     "runtime/torchrun.py: sys.stdout.write('\\x1b[?25h')",
     "tasks/reward/run_tests.py: os.write(replies, f'{key} {what}\\n'.encode())",
     "tools/faults/episode_borders.py: os.write(file, answer)",

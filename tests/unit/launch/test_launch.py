@@ -44,10 +44,10 @@ def script_of(role: str, config: RunConfig) -> str:
 class Shell:
     """A tunnel to this machine, without NeMo-Run."""
 
-    def run(self, command: str, *, hide: bool = True, **_options: Any) -> Any:
+    def run(self, command: str, *, hide: bool = True, **options: Any) -> Any:
         done = subprocess.run(command, shell=True, capture_output=True, text=True)
         if not hide:
-            print(done.stdout)
+            options.get("out_stream", sys.stdout).write(done.stdout)
         return SimpleNamespace(ok=done.returncode == 0, stdout=done.stdout, stderr=done.stderr)
 
     def put(self, source: str, target: str) -> None:
@@ -411,11 +411,11 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, cap
         run.show_logs("train", None, 20, follow=False)
     before, after = (output / "logs" / f"train-42.0-node{node}.log" for node in (1, 2))
     before.write_text("\0[rank 1] nought\n[rank 1] one\n[rank 8] old\n")
-    after.write_text("[rank 8] a\n[rank 8] [rank 1] b\n[rank 8] c\n[rank 18] d\n")  # rank 8 has started again there
+    after.write_text("[rank 8] a\n[rank 8] [rank 1] b\n[rank 8] \x1b[2Jc\n[rank 18] d\n")  # rank 8 has started again there
     (output / "logs" / "train-41.0-node1.log").write_text("[rank 8] of another job\n")
     run.show_logs("train", 8, 2, follow=False)
-    shown = [f"==> {before} <==", "[rank 8] old", f"==> {after} <==", "[rank 8] [rank 1] b", "[rank 8] c"]
-    assert capsys.readouterr().out.split("\n") == [*shown, "", ""]
+    shown = [f"==> {before} <==", "[rank 8] old", f"==> {after} <==", "[rank 8] [rank 1] b", r"[rank 8] \u001b[2Jc"]
+    assert capsys.readouterr().out.split("\n") == [*shown, ""]
     run.show_logs("train", None, 1, follow=False)
     assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("[")] == ["[rank 8] old", "[rank 18] d"]
     with pytest.raises(ValueError, match=r"rank 9 has no line in .*/train-42\.\*-node\*\.log yet"):
