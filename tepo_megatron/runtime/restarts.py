@@ -36,6 +36,10 @@ class RanksEnd(NamedTuple):
     advice: str = ""
 
 
+class NodesApartError(RuntimeError):
+    """The nodes of a job do not meet, or no longer do."""
+
+
 def job_name() -> str:
     """Returns a random name, the same in all attempts of a job; "" if its ranks are not started again."""
     return os.environ.get(_JOB, "")
@@ -98,7 +102,7 @@ class NodeMeeting:
     """The agents of a job's nodes decide at one store who runs the next attempt. The first node keeps the store and has rank 0.
 
     ``watching``: another connection, for a thread. The first ``nodes`` of ``nodes + spares`` run, and a spare replaces a node
-    that is gone, or that lost a rank to a signal. Raises RuntimeError if the first node is gone, or too few are left.
+    that is gone, or that lost a rank to a signal. Raises NodesApartError if the first node is gone, or too few are left.
     """
 
     def __init__(
@@ -161,7 +165,7 @@ class NodeMeeting:
         members = self._read(f"{number}/members")
         if isinstance(members, str):
             self._leave()
-            raise RuntimeError(members)
+            raise NodesApartError(members)
         return list(members)
 
     def _continues(self, number: int, members: Sequence[int]) -> bool:
@@ -257,6 +261,6 @@ def _first_node_lives() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
+        raise NodesApartError(
             "the first node, which decides about restarts, is gone; go on from the newest checkpoint with --resume"
         ) from error

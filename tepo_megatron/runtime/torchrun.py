@@ -26,7 +26,7 @@ from tepo_megatron.runtime.machine import changed_environment
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, handled_by, not_ignored
 from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, STARTER, FailureReport, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
-from tepo_megatron.runtime.restarts import NodeMeeting, RanksEnd, attempt, job_name, run_attempts
+from tepo_megatron.runtime.restarts import NodeMeeting, NodesApartError, RanksEnd, attempt, job_name, run_attempts
 from tepo_megatron.runtime.supervise import folder_name
 from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
 
@@ -113,16 +113,16 @@ def run_node(arguments: Sequence[str]) -> int:
     def run_once(place: int | None = None) -> RanksEnd:
         return _run_node_attempt(arguments, int(parsed.nproc_per_node), status, failures, place)
 
-    if not parsed.max_restarts:
-        end = run_once()
-    elif parsed.nnodes in ("1", "1:1") and not spares:
-        end = run_attempts(run_once, parsed.max_restarts)
-    else:
-        try:
+    try:
+        if not parsed.max_restarts:
+            end = run_once()
+        elif parsed.nnodes in ("1", "1:1") and not spares:
+            end = run_attempts(run_once, parsed.max_restarts)
+        else:
             end = _run_with_other_nodes(parsed, spares, run_once)
-        except RuntimeError as error:
-            print_error(str(error))
-            return 1
+    except NodesApartError as error:
+        print_error(str(error))
+        return 1
     if end.code in (0, INTERRUPTED, PREEMPTED):
         return end.code
     raise failures[-1]
@@ -321,19 +321,32 @@ _store: Store | None = None
 
 
 def _meet(host: str, port: int, node: int, limit: timedelta, nodes: int | None = None) -> Store:
-    """The first node listens on ``host`` only, torch's own store on every interface. Waits for ``nodes``, if given."""
+    """The first node listens on ``host`` only, torch's own store on every interface. Waits for ``nodes``, if given.
+
+    Raises NodesApartError.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    if node > 0:
-        return TCPStore(host, port, nodes, False, limit, nodes is not None)
+    listener = _listen(host, port) if node == 0 else None
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return TCPStore(host, port, nodes, node == 0, limit, nodes is not None, master_listen_fd=listener)
+    except RuntimeError as error:
+        what = "the first node did not answer" if node else f"not all of {nodes} nodes came"
+        whose = "its log" if node else "the logs of the others"
+        raise NodesApartError(
+            f"{what} at {host}:{port} within {limit.total_seconds():g} s; see {whose}, and whether TCP between nodes is open "
+            "(docs/guides/cluster.md)"
+        ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).detach()
     except OSError as error:
-        raise RuntimeError(
+        raise NodesApartError(
             f"the first node cannot listen on {host}:{port} for the others ({error.strerror or error}); --master-addr must be "
             "an address of the first node, and --master-port free there"
         ) from error
-    return TCPStore(host, port, nodes, True, limit, nodes is not None, master_listen_fd=listener.detach())
 
 
 if __name__ == "__main__":

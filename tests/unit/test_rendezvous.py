@@ -178,11 +178,28 @@ def test_flags_for_a_dynamic_rendezvous_are_refused(flag: str, monkeypatch: pyte
         torchrun.run_node([flag, "-m", "whatever"])
 
 
+OPEN = "and whether TCP between nodes is open (docs/guides/cluster.md)"
+
+
 @pytest.mark.slow
-def test_an_address_that_is_not_the_first_nodes_is_named(start: Any, tmp_path: Path) -> None:
-    flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=192.0.2.1", "--master-port=29500", "-m", "waiting_rank"]
-    _, err = start("-m", "tepo_megatron.runtime.torchrun", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
-    assert "the first node cannot listen on 192.0.2.1:29500" in err
+@pytest.mark.parametrize(
+    ("host", "node", "message"),
+    [
+        ("192.0.2.1", 0, "the first node cannot listen on 192.0.2.1:{} for the others"),
+        ("127.0.0.1", 1, f"the first node did not answer at 127.0.0.1:{{}} within 1 s; see its log, {OPEN}"),
+        ("127.0.0.1", 0, f"not all of 2 nodes came at 127.0.0.1:{{}} within 1 s; see the logs of the others, {OPEN}"),
+    ],
+)
+def test_nodes_that_do_not_meet_end_with_one_sentence(start: Any, tmp_path: Path, host: str, node: int, message: str) -> None:
+    with reserve_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        flags = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
+        flags += ["--rdzv-conf=timeout=1", "-m", "waiting_rank"]
+        process = start("-m", "tepo_megatron.runtime.torchrun", *flags, tmp_path)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert f"error: {message.format(port)}" in err
+    assert "Traceback" not in err
 
 
 def test_ranks_do_not_meet_where_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
