@@ -24,9 +24,10 @@ ranks=@ranks@
 # shellcheck disable=SC2034  # processors.sh reads them
 needed=$ranks work="$ranks ranks"
 @processors@
-if [[ $node == 0 ]]; then
-  "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
-fi
+record=$out/launch/$job.json
+[[ $node == 0 ]] || record=/dev/null # the other nodes only look whether they have what is needed
+code=0
+"$python" -m tepo_megatron.launch.record "$record" @needed@ || code=$?
 export TEPO_LAUNCHED_JOB=${job%.*} # a later start of it continues from its newest checkpoint
 if [[ -z $interface && $1 == 127.* && $nodes != 1 ]]; then
   echo "error: the first node's name stands for its loopback address $1; set rollout.server.interface" >&2
@@ -50,8 +51,7 @@ fi
 # shellcheck disable=SC2016  # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
-code=0
-"$python" -m tepo_megatron.runtime.torchrun --status "$out/status" --spares @spares@ \
+[[ $code != 0 ]] || "$python" -m tepo_megatron.runtime.torchrun --status "$out/status" --spares @spares@ \
   --max-restarts "$restarts" --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \

@@ -454,6 +454,17 @@ def test_a_gpu_job_without_transformer_engine_ends_with_one_sentence(tmp_path: P
     assert done.stderr.startswith("error: no-such-distribution is not installed in ")
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_each_node_ends_at_once_if_it_lacks_a_package_and_the_first_writes_the_record(tmp_path: Path, node: int) -> None:
+    """With restarts Slurm would end no other node, and they would wait for each other."""
+    text = f'echo "$2 $3" >>{tmp_path}/told\n[[ $2 == tepo_megatron.launch.record ]] && exit 3'
+    python = write_script(tmp_path / "python", text)
+    config = job(f"output={tmp_path}", "cluster.train_nodes=2", "train.max_restarts=2", f"cluster.python={python}")
+    assert bash(script_of("train", config), "10.0.0.7", SLURM_JOB_ID="7", SLURM_NODEID=str(node)).returncode == 3
+    file = "/dev/null" if node else f"{tmp_path}/launch/7.0.json"
+    assert (tmp_path / "told").read_text() == f"tepo_megatron.launch.record {file}\n"
+
+
 def test_launching_without_nemo_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nemo_run", None)  # its import fails
     done = invoke("launch", ROOT / "examples" / "tiny" / "run.yaml", "--dry-run", *CLUSTER, code=1)
