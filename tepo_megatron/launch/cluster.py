@@ -4,6 +4,7 @@ import json
 import shlex
 import tempfile
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
@@ -47,6 +48,7 @@ class ClusterRun:
         else:
             self._check_files()
             self._check_images()
+            self._check_links()
         self._check_newest_job()
         self._check_output()
 
@@ -105,6 +107,23 @@ class ClusterRun:
                 f"the container image {trainer} has no Transformer Engine, which this run on GPUs needs; build it "
                 f"from docker/trainer.Dockerfile, or {remedy}"
             )
+
+    def _check_links(self) -> None:
+        """In a container a link leads somewhere only if that is mounted, too."""
+        cluster = self.config.cluster
+        if cluster.container is None and cluster.rollout_container is None:
+            return
+        sources = " ".join(shlex.quote(mount.partition(":")[0]) for mount in Job(self.config).mounts)
+        mounted = self._run(f"readlink -m {sources}").stdout.splitlines()  # the folder itself may be a link
+        for field, path in paths_in(self.config).items():
+            if field.startswith(("model.", "teachers.", "data.", "evaluate.")) and not path.startswith(BUILTIN):
+                name = shlex.quote(path)
+                for real in self._run(f"readlink -e {name} {name}/config.json {name}/*.safetensors").stdout.splitlines():
+                    if not any(PurePosixPath(real).is_relative_to(folder) for folder in mounted):
+                        raise ValueError(
+                            f"{field} = {path} is or has a link to {real}, which the container does not see; add its folder to "
+                            "cluster.mounts, or copy it (cp -rL)"
+                        )
 
     def _check_newest_job(self) -> None:
         output = self.config.output

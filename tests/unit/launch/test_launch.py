@@ -396,6 +396,25 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
     ClusterRun(config, Shell()).check()
 
 
+def test_links_that_lead_out_of_a_containers_mounts_are_refused(tmp_path: Path) -> None:
+    """Such as Hugging Face's cache. A folder that is itself a link is mounted by its name."""
+    for folder in ("blobs", "model", "data"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs/a").touch()
+    (tmp_path / "model/config.json").touch()
+    (tmp_path / "linked").symlink_to("model")
+    fields = [f"output={tmp_path}/out", "cluster.container=registry/image:1", f"model.path={tmp_path}/linked"]
+    ClusterRun(job(*fields), Shell()).check()
+    (tmp_path / "data/a.jsonl").symlink_to("../blobs/a")
+    (tmp_path / "model/model.safetensors").symlink_to("../blobs/a")
+    data = f"data.train={tmp_path}/data/a.jsonl"
+    for field, settings in (("model.path", fields), ("data.train", [*fields[:2], data])):
+        with pytest.raises(ValueError, match=rf"{field} = .* a link to {tmp_path}/blobs/a, which the container"):
+            ClusterRun(job(*settings), Shell()).check()
+    ClusterRun(job(*fields, data, f"cluster.mounts=['{tmp_path}/blobs:{tmp_path}/blobs']"), Shell()).check()
+    ClusterRun(job(fields[0], fields[2], data), Shell()).check()  # without a container
+
+
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = job("cluster.executor=local", f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
     output = config.output
