@@ -16,7 +16,7 @@ from tepo_megatron.runtime.text import open_closed_streams
 
 _NOT_TO_SUBMIT = {"math_verify", "matplotlib", "megatron", "numpy", "psutil", "pyarrow", "safetensors", "sentencepiece"}
 _NOT_TO_SUBMIT |= {"tensorboard", "torch", "transformers"}
-"""What requirements/launch.txt leaves out, and NumPy."""
+"""Not in requirements/launch.txt, and NumPy."""
 
 
 class _Commands(TyperGroup):

@@ -105,7 +105,7 @@ def _load(source: str, files: _Files, overrides: Sequence[str], trains: bool) ->
 
 
 def _evaluates_nothing(layers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether ``evaluate.every`` is 0 from a file without held-out problems, as `dump_resolved` writes it."""
+    """As `dump_resolved` writes it for a run without held-out problems."""
     for layer in reversed(layers):
         data, evaluate = (layer.get(name) for name in ("data", "evaluate"))
         if isinstance(evaluate, Mapping) and "every" in evaluate:
@@ -114,7 +114,7 @@ def _evaluates_nothing(layers: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _with_kinds(layers: Sequence[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
-    """Names the kinds that a layer's preset implies, so that a section of another kind above drops its fields."""
+    """Names kinds that presets imply: a section of another kind above then drops its fields."""
     preset, below, result = "tepo", dict[str, str](), list(layers)
     chosen: dict[str, str] = {}  # section → its kind
     changed: dict[str, str] = {}  # section → a field for the kind of a preset

@@ -351,7 +351,7 @@ def _evaluated(run: RunConfig) -> set[str]:
 
 
 def _never_written(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields beginnings of metrics as patterns, and why the run has none of them."""
+    """Yields patterns of metrics, and why the run has none."""
     objective, replays = run.objective, run.rollout.replay is not None
     if not objective.needs_reference:
         yield "kl/reference", "the objective has no reference model"

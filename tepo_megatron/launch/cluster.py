@@ -232,7 +232,7 @@ class ClusterRun:
 
 @dataclass(frozen=True)
 class _Escaping:
-    """Takes what a command prints, part by part: a log may hold a terminal's escapes."""
+    """A log may hold a terminal's escapes."""
 
     err: bool = False
 

@@ -134,7 +134,7 @@ def _check_shards(run: RunSubject) -> None:
 
 
 def _check_weights(run: RunSubject) -> None:
-    """Reads headers only. What the trainer's ranks would refuse when they load, after servers and ranks have started."""
+    """Reads headers. The ranks would refuse it when they load."""
     specs = {folder: read_model_spec(folder) for folder in run.folders_of_teachers("ranks").values()}
     if run.config.model.shards is None:  # the shards are compared with the model, which is checked for that
         specs[run.model_dir] = run.spec

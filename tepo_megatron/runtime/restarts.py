@@ -37,7 +37,7 @@ class RanksEnd(NamedTuple):
 
 
 class NodesApartError(RuntimeError):
-    """The nodes of a job do not meet, or no longer do."""
+    """A job's nodes do not meet."""
 
 
 def job_name() -> str:

@@ -350,7 +350,7 @@ def _library_folders() -> list[str]:
 
 
 def _filter() -> bytes | None:
-    """Returns seccomp's program, which refuses the calls of ``_MACHINES``."""
+    """Returns seccomp's program."""
     if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return None
     architecture, (prctl, clone, prlimit, socketpair), refused = _MACHINES[platform.machine()]

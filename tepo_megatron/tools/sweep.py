@@ -336,7 +336,7 @@ def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, 
 
 
 class Sweep:
-    """Runs have their shares of cores and GPUs: servers of two would otherwise bind the same ones."""
+    """Servers of two runs would otherwise bind the same cores and GPUs."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Callable[[str], None], jobs: int = 1) -> None:
         sweep.check(runs)

@@ -261,7 +261,7 @@ class Retention:
                 self._say(failed)
 
     def best(self, steps: Iterable[int]) -> int | None:
-        """Raises OSError or ValueError if the rows cannot be read."""
+        """Raises OSError or ValueError."""
         best = self._train.keep_best
         if best is None:
             return None

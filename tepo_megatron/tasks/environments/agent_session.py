@@ -198,7 +198,7 @@ class ChatAnswer:
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """Returns what tool calls enclose, and the text without them. Linear in the text's length."""
+    """Returns calls, and the text without them, in linear time."""
     calls, content, end = [], "", 0
     while (start := text.find(_CALL, end)) >= 0 and (close := text.find(_CALL_END, start)) >= 0:
         calls.append(text[start + len(_CALL) : close].strip())

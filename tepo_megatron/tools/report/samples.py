@@ -157,7 +157,7 @@ def _token_group(run: int, path: Path, samples: TokenSamples, members: tuple[int
 
 
 def _with_values(groups: Sequence[SampleGroup]) -> Iterator[tuple[SampleGroup, TokenSamples]]:
-    """Leaves out those of files that were removed or replaced since: the run went back."""
+    """Leaves out those of replaced files: the run went back."""
     for path, of_file in groupby(groups, lambda group: group.origin[0]):
         with suppress(FileNotFoundError):
             samples = read_tokens(path)
