@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_701,
-    "tests, lines": 44_499,
+    "package, lines": 53_370,
+    "tests, lines": 45_605,
     "docs and docstrings, words": 110_000,
-    "public classes and functions": 782,
+    "public classes and functions": 788,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
