@@ -215,7 +215,7 @@ def _clip(result: Mapping[str, Any], low: float, high: float, dual: float | None
     if preset in ("sapo", "kl_cov"):
         return {}
     bounds = {"objective.trust_region.low": low, "objective.trust_region.high": high}
-    return bounds if preset == "gmpo" else {**bounds, "objective.trust_region.dual": dual}
+    return bounds if preset in ("gmpo", "clip_cov") else {**bounds, "objective.trust_region.dual": dual}
 
 
 def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:

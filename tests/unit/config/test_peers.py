@@ -119,6 +119,7 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
         ("policy_loss: {loss_mode: geo_mean}", "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
         ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
         ("policy_loss: {loss_mode: cispo}", "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
+        ("policy_loss: {loss_mode: clip_cov}", "{preset: clip_cov, trust_region: {low: 0.2, high: 0.3}}"),
     ],
 )
 def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, objective: str) -> None:
