@@ -303,7 +303,7 @@ def _hint(place: _Place, raw: Any) -> str:
     parent, _, key = place.path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     by_key: dict[str, list[str]] = {}
-    for path in dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path):
+    for path in dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path and row.path != place.path):
         by_key.setdefault(path.rpartition(".")[2], []).append(path)
 
     def siblings(cutoff: float) -> list[str]:

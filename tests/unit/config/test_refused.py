@@ -36,6 +36,7 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("engine=3", "engine: got 3; allowed: a section with platform, cpu_threads, layers, fp8, "),
         ("name=7", "name: got 7; allowed: text (to give a number as text: name='\"7\"')"),
         ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),
+        ("objective={preset: clip_cov, trust_region: {dual: 3}}", "dual: unknown key (got 3); known keys here: "),
         ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches, epochs_per_batch"),
         ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
         ("optimizer.min_lr=1", "optimizer: min_lr = 1 is more than lr = 1e-06; lower min_lr, or raise lr"),
