@@ -273,7 +273,15 @@ def _reward(names: Any, left: list[str]) -> dict[str, Any]:
     left += [
         f"reward_funcs: {name}: write it as a verifier, docs/guides/rewards.md" for name in listed if name != "accuracy_reward"
     ]
-    return {"reward.verifier": "math"}
+    if "accuracy_reward" in listed:
+        return {"reward.verifier": "math"}
+    return _unknown_verifier(str(listed[0]) if listed else "reward_funcs", left)
+
+
+def _unknown_verifier(name: str, left: list[str]) -> dict[str, Any]:
+    # without a name training would take the default verifier
+    left.append(f"reward.verifier = {name} names no verifier, and training refuses it until you set one")
+    return {"reward.verifier": name}
 
 
 def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
@@ -330,9 +338,12 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made |= _loggers(read["trainer.logger"], read.get("trainer.project_name", "verl"))
     custom = read.get("custom_reward_function.path")
     made["data.fields.answer"] = "reward_model.ground_truth"
-    made["reward.verifier"] = f"{custom}:{read.get('custom_reward_function.name') or 'compute_score'}" if custom else "math"
     if custom:
+        made["reward.verifier"] = f"{custom}:{read.get('custom_reward_function.name') or 'compute_score'}"
         left.append("custom_reward_function: its function must take (problem, response), docs/guides/rewards.md")
+    else:
+        left.append("custom_reward_function: without one verl chooses a reward by data_source; last_number or math may do")
+        made |= _unknown_verifier("default_compute_score", left)
     return made
 
 

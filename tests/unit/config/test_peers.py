@@ -11,6 +11,7 @@ import pytest
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.config.peers import convert, peers, read_peer_file
 from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 from tests.support.cli import invoke
 
 FILES = Path(__file__).parent / "peers"
@@ -144,6 +145,24 @@ def test_what_other_trainers_optimize_with_is_kept() -> None:
     assert not any("adam" in sentence for sentence in left)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "verifier"),
+    [
+        ("trl", "reward_funcs: my_rewards.fmt", "my_rewards.fmt"),
+        ("trl", "reward_funcs: [think_format_reward, my.f]", "think_format_reward"),
+        ("trl", "max_steps: 9", "reward_funcs"),
+        ("verl", "data: {train_files: a.parquet}", "default_compute_score"),
+    ],
+)
+def test_a_reward_that_is_not_here_is_refused_until_one_is_set(name: str, text: str, verifier: str) -> None:
+    made, left = convert(name, text)
+    assert made["reward.verifier"] == verifier
+    assert any(f"reward.verifier = {verifier} names no verifier" in sentence for sentence in left)
+    with pytest.raises(ValueError, match=f"unknown verifier '{verifier}'"):
+        resolve_verifier(verifier)
+    assert convert("trl", "reward_funcs: [my.f, accuracy_reward]")[0]["reward.verifier"] == "math"
+
+
 @pytest.mark.parametrize(("normalized", "kind", "said"), [("true", "group", True), ("false", "leave_one_out", False)])
 def test_a_baseline_without_the_response_itself_is_kept_or_said(normalized: str, kind: str, said: bool) -> None:
     made, left = convert("nemo-rl", f"grpo: {{use_leave_one_out_baseline: true, normalize_rewards: {normalized}}}")
@@ -248,7 +267,7 @@ def test_what_is_unknown_is_said_or_refused_when_the_run_is_read() -> None:
     assert convert("nemo-rl", "{}")[0]["objective.trust_region.high"] == 0.2
     assert all(convert("trl", text)[0]["objective.preset"] == "dapo" for text in ("loss_type: new", "loss_type: null", "{}"))
     listed = ", ".join(f'"{name}"' for name in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"))
-    assert convert("trl", "loss_type: new")[1] == [f'loss_type = "new": known are {listed}']
+    assert convert("trl", "{loss_type: new, reward_funcs: accuracy_reward}")[1] == [f'loss_type = "new": known are {listed}']
     mode = convert("trl", "vllm_importance_sampling_mode: token")[0]["objective.mismatch"]
     with pytest.raises(ConfigError, match=r"objective\.mismatch"):
         load_run(None, [f"objective.mismatch={mode}"])
