@@ -28,6 +28,7 @@ class _Key(NamedTuple):
     made: bool = False
     note: str = ""
     unless: tuple[Any, ...] = ()
+    otherwise: str = ""
 
 
 class _Peer(NamedTuple):
@@ -53,7 +54,7 @@ def _key(raw: Any) -> _Key:
         return _Key((raw,))
     fields = (raw["to"],) if "to" in raw else tuple(raw.get("made") or raw.get("near") or ())
     unset, unless = (tuple(raw.get(name, ())) for name in ("unset", "unless"))
-    return _Key(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless)
+    return _Key(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless, raw.get("otherwise", ""))
 
 
 def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> str:
@@ -132,7 +133,8 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
     elif value not in (False, ""):
         if default in entry.values:
             result[field] = entry.values[default]
-        left.append(f"{key} = {_show(value)}: known are {', '.join(map(_show, entry.values))}")
+        known = f"known are {', '.join(map(_show, entry.values))}"
+        left.append(f"{key} = {_show(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
 
 
 def _resolved(text: str, left: list[str]) -> dict[str, Any]:
@@ -326,6 +328,9 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         kinds = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
         made["objective.kl.coefficient"] = actor.get("kl_loss_coef", 0.001)
         made["objective.kl.estimator"] = kinds.get(str(actor.get("kl_loss_type", "low_var_kl")))
+    if read.get("algorithm.use_kl_in_reward"):
+        set_one = f"no KL is set; objective.kl.coefficient = {read.get('algorithm.kl_ctrl.kl_coef', 0.001)} sets one"
+        left.append(f"algorithm.use_kl_in_reward = true: {'the KL is of use_kl_loss' if actor.get('use_kl_loss') else set_one}")
     if actor.get("entropy_coeff"):
         made["objective.entropy"] = {"kind": "fixed", "coefficient": actor["entropy_coeff"]}
     if result.get("objective.aggregation.kind") == "constant":

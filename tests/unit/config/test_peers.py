@@ -163,6 +163,20 @@ def test_a_reward_that_is_not_here_is_refused_until_one_is_set(name: str, text: 
     assert convert("trl", "reward_funcs: [my.f, accuracy_reward]")[0]["reward.verifier"] == "math"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("adv_estimator: gae", 'algorithm.adv_estimator = "gae": .*; group advantages are used instead'),
+        ("use_kl_in_reward: true", r"no KL is set; objective\.kl\.coefficient = 0\.001 sets one"),
+        ("use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.2}", r"no KL is set; objective\.kl\.coefficient = 0\.2 sets one"),
+    ],
+)
+def test_another_algorithm_of_verl_is_said(text: str, said: str) -> None:
+    made, left = convert("verl", f"algorithm: {{{text}}}")
+    assert any(re.search(said, sentence) for sentence in left)
+    assert "objective.kl.coefficient" not in made
+
+
 @pytest.mark.parametrize(("normalized", "kind", "said"), [("true", "group", True), ("false", "leave_one_out", False)])
 def test_a_baseline_without_the_response_itself_is_kept_or_said(normalized: str, kind: str, said: bool) -> None:
     made, left = convert("nemo-rl", f"grpo: {{use_leave_one_out_baseline: true, normalize_rewards: {normalized}}}")
