@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tepo_megatron.config.base import Section, check_known
 
@@ -114,6 +114,11 @@ class SourceConfig(_InheritingConfig):
 
     filter: _Filters | None = None
     """As ``data.filter``; null: the same for training problems."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_a_path(cls, raw: Any) -> Any:
+        return {"path": raw} if isinstance(raw, str) else raw
 
     @field_validator("name")
     @classmethod

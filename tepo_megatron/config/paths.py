@@ -14,7 +14,7 @@ from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.runtime.hub import HUB
 
 _PATHS = re.compile(
-    r"output|model\.(path|shards|lora\.path)|data\.(train|heldout)(\[\d+\]\.path)?|(evaluate\.sets|teachers)\.[^.]+\.path"
+    r"output|model\.(path|shards|lora\.path)|data\.(train|heldout)(\[\d+\](\.path)?)?|(evaluate\.sets|teachers)\.[^.]+\.path"
     r"|environment\.(agent\.)?key_file|rollout\.replay|(rollout|teachers\.[^.]+)\.server\.(registry|speculative\.draft_model)"
     r"|cluster\.ssh_identity"
 )

@@ -126,6 +126,8 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
 
 def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any, left: list[str]) -> None:
     (field,) = entry.fields
+    if field == "data.train" and isinstance(value, list) and len(value) > 1:
+        left.append(f"{key}: here every file gives as many prompts; data.train's weight changes that")
     if entry.values is None:
         result[field] = value[0] if isinstance(value, list) and len(value) == 1 and field.startswith("data.") else value
     elif isinstance(value, str | bool | int | float) and value in entry.values:

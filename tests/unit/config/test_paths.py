@@ -57,7 +57,7 @@ def test_a_file_means_the_same_wherever_the_command_starts(
     file = tmp_path / "project" / "run.yaml"
     (tmp_path / "elsewhere").mkdir()
     file.parent.mkdir()
-    base = "output: made\ndata: {train: a/train.jsonl, heldout: ../heldout.jsonl, order: 'own.py:length'}\n"
+    base = "output: made\ndata: {train: a/train.jsonl, heldout: [../heldout.jsonl], order: 'own.py:length'}\n"
     (tmp_path / "bases").mkdir()
     (tmp_path / "bases" / "base.yaml").write_text(base)
     file.write_text("base: ../bases/base.yaml\nmodel: {path: models/x}\nreward: {verifier: 'own.py:score'}\n")
@@ -67,7 +67,7 @@ def test_a_file_means_the_same_wherever_the_command_starts(
     assert paths_in(absolute(config)) == {
         "output": f"{tmp_path}/bases/made",
         "data.train": f"{tmp_path}/bases/a/train.jsonl",
-        "data.heldout": f"{tmp_path}/heldout.jsonl",
+        "data.heldout[0].path": f"{tmp_path}/heldout.jsonl",
         "data.order": f"{tmp_path}/bases/own.py",
         "model.path": f"{tmp_path}/project/models/x",
         "reward.verifier": f"{tmp_path}/project/own.py",

@@ -177,6 +177,13 @@ def test_another_algorithm_of_verl_is_said(text: str, said: str) -> None:
     assert "objective.kl.coefficient" not in made
 
 
+def test_a_list_of_files_is_a_list_of_sources() -> None:
+    made, left = convert("verl", "data: {train_files: [a.parquet, b.parquet]}")
+    config = load_run(None, [f"data.train={made['data.train']}", "evaluate.every=0"])
+    assert [source.path for source in config.data.train_sources] == ["a.parquet", "b.parquet"]
+    assert any("every file gives as many prompts" in sentence for sentence in left)
+
+
 @pytest.mark.parametrize(("normalized", "kind", "said"), [("true", "group", True), ("false", "leave_one_out", False)])
 def test_a_baseline_without_the_response_itself_is_kept_or_said(normalized: str, kind: str, said: bool) -> None:
     made, left = convert("nemo-rl", f"grpo: {{use_leave_one_out_baseline: true, normalize_rewards: {normalized}}}")
