@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
@@ -280,6 +280,11 @@ class LoraConfig(Section):
     next to ``model.path``: fewer bytes. Equal in float32; bfloat16 rounds differently. For dense models up to rank 512, with
     servers on other GPUs or a CPU. Not run on a GPU yet.
     """
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _text_is_one_name(cls, raw: Any) -> Any:
+        return (raw,) if isinstance(raw, str) else raw
 
     @property
     def scale(self) -> float:

@@ -184,6 +184,13 @@ def test_a_list_of_files_is_a_list_of_sources() -> None:
     assert any("every file gives as many prompts" in sentence for sentence in left)
 
 
+def test_all_linear_is_spelled_as_in_peft() -> None:
+    made = convert("trl", "{use_peft: true, lora_target_modules: all-linear}")[0]
+    lora = load_run(None, [f"model.lora.target_modules={made['model.lora.target_modules']}"]).model.lora
+    assert lora is not None
+    assert lora.target_modules == ("all-linear",)
+
+
 @pytest.mark.parametrize(("normalized", "kind", "said"), [("true", "group", True), ("false", "leave_one_out", False)])
 def test_a_baseline_without_the_response_itself_is_kept_or_said(normalized: str, kind: str, said: bool) -> None:
     made, left = convert("nemo-rl", f"grpo: {{use_leave_one_out_baseline: true, normalize_rewards: {normalized}}}")
