@@ -237,8 +237,11 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
             return None
         return max(1, round(value * (steps if value < 1 else 1) / step)) if value else None
 
+    generated = "steps_per_generation" if read.get("steps_per_generation") else "gradient_accumulation_steps"
+    size = f"per_device_train_batch_size × {generated} × num_processes (of accelerate)"
+    size = "generation_batch_size" if read.get("generation_batch_size") else size
     made: dict[str, Any] = {
-        "rollout.prompts_per_step": _whole(drawn / read["num_generations"], "completions of a step over num_generations"),
+        "rollout.prompts_per_step": _whole(drawn / read["num_generations"], f"{size} over num_generations"),
         "train.minibatches": updates,
         "train.steps": math.ceil(steps / step) if steps > 0 else None,
         "train.save_every": every("save_steps", "train.save_every"),

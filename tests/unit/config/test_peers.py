@@ -271,7 +271,13 @@ NO_NUMBER = "a key that must be a number is not"
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("trl", "{per_device_train_batch_size: 8, num_generations: 10}", r"of a step over num_generations is 0\.8"),
+        (
+            "trl",
+            "{per_device_train_batch_size: 8, num_generations: 10}",
+            r"^per_device_.* × gradient_accumulation_steps × num_processes \(of accelerate\) over num_generations is 0\.8",
+        ),
+        ("trl", "{generation_batch_size: 8, num_generations: 10}", r"^generation_batch_size over num_generations is 0\.8"),
+        ("trl", "{steps_per_generation: 3, num_generations: 10}", r"× steps_per_generation × .* over num_generations is 2\.4"),
         ("verl", "- 1", "the file has no settings"),
         ("verl", "foo: 1", r"the file has no setting of verl; give the configuration of .*main_ppo"),
         ("nemo-rl", "{", "not valid YAML"),
