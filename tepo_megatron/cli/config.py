@@ -66,11 +66,14 @@ def _show_schema(
 
 
 def _convert(name: str, file: Path) -> None:
-    from tepo_megatron.config.load import as_yaml, dump_diff
+    from tepo_megatron.config.load import ConfigError, as_yaml, dump_diff
     from tepo_megatron.config.peers import convert, read_peer_file
 
     settings, left = convert(name, read_peer_file(name, file))
-    config = load_config(None, [f"{field}={as_yaml(value)}" for field, value in settings.items()])
+    try:
+        config = load_config(None, [f"{field}={as_yaml(value)}" for field, value in settings.items()])
+    except ConfigError as error:
+        raise ConfigError(str(file), error.problems) from error
     left.append("settings that equal a default here are left out: tepo config show FILE has all")
     echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
 

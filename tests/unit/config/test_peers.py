@@ -259,6 +259,11 @@ def test_a_text_of_another_trainer_is_the_same_here(tmp_path: Path) -> None:
     assert load_run(tmp_path / "run.yaml").output == tmp_path / "out/🙂"
 
 
+def test_a_problem_of_a_converted_file_names_it(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("{use_peft: true, lora_r: 0}")
+    assert f"{tmp_path}/grpo.yaml: 1 problem" in invoke("config", "from-trl", tmp_path / "grpo.yaml", code=1).output
+
+
 def test_a_logger_that_is_off_stays_off() -> None:
     wandb = "wandb: {project: dev, name: mine}"
     assert not any(name.startswith("log.wandb") for name in convert("nemo-rl", f"logger: {{wandb_enabled: false, {wandb}}}")[0])
