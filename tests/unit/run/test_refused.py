@@ -1,4 +1,4 @@
-"""What cannot act, or cannot be used, is refused: settings as they are read, inputs before anything starts."""
+"""Inputs that cannot be used are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
@@ -27,153 +27,6 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.checkpoints import make_whole
 from tests.support.random_models import write_llama
-
-OVERLAP, PENALISE = "train.schedule=overlap", "rollout.truncated=penalise"
-FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
-FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
-FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
-SET = "evaluate.sets.s={path: x, majority: none}"
-TAUGHT = ["model.dtype=float32", "objective.distill={coefficient: 1, of: top_k}", "teachers.a={path: x, place: server}"]
-LONG = "{max_tokens: 16, buffer_tokens: 8}"
-AFTER_UPDATES = (
-    *("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss"),
-    *("entropy/noise/p50", "source/a/reward", "staleness/kl_1"),
-)
-ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        # keys of another place
-        (["objective.beta=0.1"], r"did you mean objective\.distill\.beta\?"),
-        (["verifyer=exact"], r"did you mean reward\.verifier or environment\.agent\.verifier\?"),
-        # schedules
-        ([OVERLAP], r"objective\.mismatch = null with train\.schedule = overlap: train\.max_staleness = 1"),
-        ([OVERLAP, FREE, f"{SERVER}.placement=colocated"], r"schedule = overlap with rollout\.server\.placement = colocated"),
-        (["train.max_staleness=2"], r"max_staleness = 2 does nothing with schedule = sync"),
-        (["train.stale=keep"], r"stale = keep does nothing with schedule = sync"),
-        (["train.kv_cache=keep"], r"kv_cache = keep does nothing with schedule = sync"),
-        ([OVERLAP, FREE, f"{SERVER}.cpu_threads=all"], r"leaves the trainer no core"),
-        # groups and long responses
-        ([PENALISE], r"truncated = penalise needs overlong\.buffer"),
-        (
-            ["rollout.truncated=mask", f"objective.advantage.overlong={LONG}"],
-            r"the longest would not be penalised; set rollout",
-        ),
-        (
-            [PENALISE, "rollout.overlong.buffer=2", f"objective.advantage.overlong={LONG}"],
-            r"would each subtract DAPO's penalty",
-        ),
-        (["rollout.overlong.buffer=2"], r"truncated = train and overlong belong together"),
-        (["rollout.truncated=mask", "rollout.overlong.buffer=2"], r"truncated = mask and overlong belong together"),
-        ([PENALISE, "rollout.overlong.buffer=999"], r"even an empty response would be punished"),
-        ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=max_rl"], r"divides by their mean"),
-        (["reward.failed_reward=-1", "objective.preset=max_rl"], r"failed_reward = -1 is negative, .*by their mean"),
-        ([PENALISE, "rollout.overlong.buffer=2", GDPO], r"a component of its own"),
-        (["rollout.oversample=1.5"], r"set filter_groups or partial, or leave it out"),
-        (["rollout.partial=true"], r"oversample = 1 begins no more groups than a step needs"),
-        (["rollout.partial=true", "rollout.oversample=1.5"], r"which biases the gradient; set objective\.mismatch\.kind"),
-        ([f"{FILTERS}.filters=[]"], r"filters is empty"),
-        ([f"{FILTERS}.filters=[variance]"], r"'variance' is no filter; known: zero_variance"),
-        ([f"{FILTERS}.filters=[too_long]"], r"the filter too_long needs max_truncated"),
-        ([f"{FILTERS}.max_truncated=0.5"], r"max_truncated is for the filter too_long"),
-        ([f"{FILTERS}={{filters: [reward_range], reward_range: [1, 0]}}"], r"holds no number"),
-        ([f"{FILTERS}.filters=['a:keep', 'b.py:keep']"], r"two filters are called keep"),
-        (["data.filter=['a.py:keep', 'b.py:keep']"], r"two filters are called keep"),
-        # a generation step of one's own
-        (["rollout.collect=mine.py:best", f"{FILTERS}={{}}"], r"collect = mine\.py:best"),
-        (["rollout.collect=mine.py:best", "environment.name=calculator"], r"collect = mine\.py:best"),
-        # servers and weights
-        ([f"{SERVER}.transport=ipc"], r"trainer and servers on the same GPUs, not placement = local"),
-        ([f"{SERVER}={{transport: ipc, placement: external, registry: /r}}"], r"GPUs, not placement = external"),
-        ([f"{SERVER}={{transport: nccl, placement: colocated}}"], r"transport = nccl needs a GPU for each of its ranks"),
-        ([f"{SERVER}={{transport: nccl, transfer: gather}}"], r"gather broadcasts over gloo"),
-        ([f"{SERVER}={{placement: colocated, registry: /r}}"], r"registry is for external ones"),
-        (["engine={cpu_threads: 2, platform: cuda}"], r"acts where the trainer runs on a CPU, and platform = cuda"),
-        ([*FP8, f"{SERVER}.placement=colocated"], r"engine\.fp8\.params"),
-        (["rollout.replay_weights=any"], r"replay_weights = any has no effect without replay"),
-        # rollback, checkpoints, records
-        ([ROLLBACK[0], "train.save_every=1"], r"give one of above"),
-        ([*ROLLBACK, "train.rollback.factor=2", "train.save_every=1"], r"give one of above"),
-        (ROLLBACK, r"save_every = 0 writes none"),
-        ([*ROLLBACK, "train.save_every=1", "rollout.replay=/x"], r"the same rollouts would be read again"),
-        (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], r"evaluate\.every = 0 makes none"),
-        (["train.save_every=1", "train.keep_best.metric=avg@4"], r"no metric of this run; did you mean accuracy/avg@4\?"),
-        ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=los"], r"rollback\.metric = los is no .* mean loss\?"),
-        ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=time/step"], r"metric = time/step is no metric"),
-        *(
-            ([*ROLLBACK, "train.save_every=1", f"train.rollback.metric={name}"], f"{name} is no metric")
-            for name in AFTER_UPDATES
-        ),
-        (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], r"did you mean accuracy/avg@4\?"),
-        *(
-            ([*ROLLBACK[1:], "train.save_every=1", f"train.rollback.metric={metric}"], f"{metric} is in no row, since {reason}")
-            for metric, reason in {
-                "kl/reference": "the objective has no reference model",
-                "distill/divergence": "teachers names none",
-                "source/a/divergence": "teachers names none",
-                "mismatch/weight": r"objective\.mismatch is null",
-                "clip/bound_low": r"objective\.trust_region has no auto bound",
-            }.items()
-        ),
-        (
-            ["objective.trust_region.kind=none", "train.callbacks=[{callback: early_stopping, kwargs: {metric: clip/share}}]"],
-            r"clip/share is in no row, since objective\.trust_region\.kind = none",
-        ),
-        (
-            ["rollout.canary.every=0", "train.callbacks=[{callback: early_stopping, kwargs: {metric: canary/drift}}]"],
-            r"canary/drift is in no row, since rollout\.canary\.every = 0",
-        ),
-        # servers of teachers
-        *(
-            ([*TAUGHT, f"teachers.a.server={{{given}}}"], sentence)
-            for given, sentence in {
-                "load_format: dummy": r"teachers\.a: server\.load_format = dummy: no update would ever bring",
-                "transfer: gather": r"server\.transfer = gather is for the policy's servers",
-                "routing_replay: true": r"server\.routing_replay = True is for the policy's servers",
-                "head_dtype: float32": r"teachers\.a\.server\.head_dtype = float32 does nothing for servers in float32",
-                "quantization: fp8_per_block": r"teachers\.a\.server\.quantization = fp8_per_block takes servers in bfloat16",
-            }.items()
-        ),
-        (["train.grace_s=1e10"], r"train\.grace_s: got 10000000000\.0"),
-        (["train.callbacks=[early_stopping]", "evaluate.every=0"], r"early_stopping = accuracy/greedy is measured by eval"),
-        ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], r"did you mean eval/s/avg@4\?"),
-        (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
-        # rewards of several components
-        ([GDPO, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names none; a run has one .* unless reward\.weights"),
-        ([GDPO, "reward.weights={a: 1, b: 2}"], r"set objective\.advantage\.weights=\[1, 2\], in this order"),
-        ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=on_policy_distill", "teachers.a.path=x"], r"read them"),
-        (
-            ["data.train=[{path: a/x.jsonl, verifier: 'o.py:f'}]", "data.heldout=[{path: b/x.jsonl, verifier: 'o.py:g'}]"],
-            r"both have a source x, with other verifiers, .*; give the held-out source another name",
-        ),
-        ([GDPO, THREE, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names 3 components: a, b, c"),
-        # W&B and MLflow
-        (["log.mlflow={experiment_name: a, tracking_uri: 'postgresql://me:pw@host/db'}"], r"an address with a password"),
-        (["log.mlflow={experiment_name: a, tracking_uri: ./mlruns}"], r"is a folder, which MLflow 3 cannot write to"),
-        (["log.mlflow={experiment_name: a, tracking_uri: 'http://[::1'}"], r"is no address"),
-        (["log.wandb={project: team/mine}"], r"W&B takes no / in the name of a project"),
-    ],
-)
-def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        load_run(None, overrides)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [OVERLAP, "train.max_staleness=4", "objective.preset=decoupled_ppo"],
-        ["log.token_samples=2", "train.steps=10"],
-        [GDPO, "reward.weights={a: 1, b: 1}"],
-        [GDPO, "reward.weights={a: 1, b: 2}", "objective.advantage.weights=[3,1]"],
-        ["reward.weights={a: 1, b: 2}"],
-    ],
-)
-def test_what_can_act_is_accepted(overrides: list[str]) -> None:
-    load_run(None, overrides)
-
 
 STEPS, SHORT = 3, "rollout.sampling.max_new_tokens=16"
 

@@ -276,38 +276,6 @@ def test_each_source_has_its_own_teacher(teacher: Path, few_problems: Path, tmp_
     assert rows[-1]["distill/divergence"] > 0
 
 
-A, B, SERVED = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, place: server}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ([*TEPO], "teachers names none; set teachers.NAME.path to a model"),
-        (["teachers.a.path=builtin:tiny"], "teachers.a is never asked; set objective.distill"),
-        (["teachers.a.path=builtin:tiny", "objective.distill.coefficient=0"], "a coefficient of 0 adds nothing"),
-        (["teachers={a b: {path: x}}", *TEPO], "cannot name a teacher"),
-        ([A, B, *TEPO], "the source addition of data.train names no teacher"),
-        ([A, "data.train=[{path: 'builtin:addition', teacher: z}]", *TEPO], "names the teacher z; teachers has a"),
-        ([A, B, "data.train=[{path: 'builtin:addition', teacher: a}]", *TEPO], "teachers.b is named by no source"),
-        ([SERVED, "objective.distill.of=all"], "set place = ranks, or distill.of = top_k or sampled"),
-        ([A, *TOP_K], "teachers.a.place = ranks has the whole distribution; set distill.of = all"),
-        ([SERVED, *TOP_K, "objective.distill.k=65"], "got 65; allowed: an integer ≥ 1 and ≤ 64"),
-        ([SERVED, *TEPO, "objective.distill.k=3"], "k = 3 does nothing with of = sampled"),
-        ([SERVED, *TEPO, "rollout.sampling.temperature=0.5"], "scores at temperature 1"),
-        ([A, *TEPO, "rollout.sampling.top_k=5"], "a teacher may not reach the tokens"),
-        (["teachers.a={path: x, server: {count: 2}}", *TEPO], "server is for a teacher with place = server"),
-        (["teachers.a={path: x, threads: 2}", *TEPO], "threads = 2 does nothing with place = ranks"),
-        (["teachers.a={path: x, place: server, server: {placement: colocated}}", *TEPO], "takes turns with the trainer"),
-        ([A, *TEPO, "objective.distill.divergence=jsd"], "needs more than the sampled token; set distill.of = all, or top_k"),
-        ([A, "objective.distill={of: all, beta: 0.3}"], "beta = 0.3 does nothing with divergence = reverse_kl"),
-    ],
-)
-def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"problems? in the configuration") as error:
-        load_run(None, overrides)
-    assert sentence in " ".join(str(error.value).split())
-
-
 @pytest.mark.slow
 def test_a_generation_step_of_ones_own_may_reward_what_a_teacher_judges(run: Run, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
