@@ -18,6 +18,7 @@ gc.disable()  # until all tests are collected: imports make a million objects
 settings.register_profile("shared_machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # make test-fast: enough examples to see a slip of the hand. What a test itself asks for stands.
 settings.register_profile("fast", parent=settings.get_profile("shared_machine"), max_examples=10)
+settings.register_profile("interpreter", parent=settings.get_profile("shared_machine"), max_examples=20)
 settings.load_profile("shared_machine")
 
 # Tensors here are small: threads that wait for one another would take most of the time, above all where tests run side by side.

@@ -13,7 +13,10 @@ from torch import Tensor
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.core.types import LEAST_REST, Divergence, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 
-BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
+IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ["triton"] if IN_INTERPRETER else ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
+MAX_WIDTH = 700 if IN_INTERPRETER else 40
+"""Of random cases. A tile of Triton's interpreter is 128 columns, a row comes in as many as 8 parts."""
 
 
 def dense_logprob_and_entropy(

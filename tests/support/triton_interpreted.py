@@ -1,5 +1,5 @@
-"""Triton's kernels in its interpreter, against the dense fp64 oracle. `test_backends.py` runs this file in a process of its
-own, with TRITON_INTERPRET=1. A tile there is 128 columns, a row comes in as many as 8 parts.
+"""What is Triton's alone, in its interpreter. `test_backends.py` runs this file, and tests of all backends, in a process of its
+own, with TRITON_INTERPRET=1.
 """
 
 from functools import partial
@@ -7,56 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Logits, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, mixture, statistics
 from tepo_megatron.core.types import Checks, Divergence, TeacherLogits, TokenScores
 from tepo_megatron.tools.bench.scores import methods
-from tests.support.dense_scores import (
-    DIVERGENCES,
-    assert_scores,
-    cases,
-    compare,
-    compare_fused,
-    dense_logprob_and_entropy,
-    impossible_column,
-    least_probabilities,
-    loss,
-    teacher_head,
-    teacher_of,
-    top_k_cases,
-)
+from tests.support.dense_scores import DIVERGENCES, assert_scores, compare, dense_logprob_and_entropy, loss, teacher_of
 
 check = partial(compare, backend="triton", tolerance=2e-5)
-
-
-@pytest.mark.parametrize("divergence", [None, *DIVERGENCES], ids=str)
-@settings(max_examples=20)
-@given(case=cases(max_width=700), inplace=st.booleans(), spread=st.sampled_from([0.0, 0.3, 5.0]))
-def test_matches_the_dense_oracle(divergence: Divergence | None, case: Any, inplace: bool, spread: float) -> None:
-    logits, labels, options, weights = case
-    logits = logits.float()
-    if divergence is not None:
-        options = options | {"teacher": teacher_of(logits, labels, divergence, spread=spread)}
-    check(logits, labels, options, weights, inplace=inplace)
-
-
-@settings(max_examples=20)
-@given(case=top_k_cases(small=True), inplace=st.booleans())
-def test_divergences_from_a_top_k_match_the_dense_oracle(case: Any, inplace: bool) -> None:
-    check(case[0].float(), *case[1:], inplace=inplace)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*map(least_probabilities, ["student", "teacher"]), *map(impossible_column, ["forward_kl", "reverse_kl"])],
-    ids=["least student", "least teacher", "forward_kl", "reverse_kl"],
-)
-def test_the_least_probabilities_do_not_underflow_and_what_has_none_adds_nothing(case: Any) -> None:
-    check(*case, inplace=False)
 
 
 STRIDES = {"rows apart": (666, 1), "columns apart": (666, 2), "transposed": (1, 12)}
@@ -84,16 +43,6 @@ def test_half_precision_and_any_stride_lose_nothing_but_the_gradients_rounding(
         options["teacher"] = TeacherLogits(there, divergence)
     close = {"tolerance": 1e-5, "gradient_tolerance": max(torch.finfo(dtype).eps, 1e-5)}
     check(logits, labels, options, torch.randn(2, 12), inplace=divergence is None, **close)
-
-
-def test_the_lowest_id_of_a_tie_is_the_most_likely() -> None:
-    """Among the threads of a tile, the tiles of a part, and the parts of a row."""
-    student, teacher = torch.zeros(3, 1000), torch.zeros(3, 1000)
-    student[0, [70, 500]] = teacher[0, [70, 71, 999]] = 1.0
-    student[1, [70, 500]] = teacher[1, 500] = 1.0
-    held = TeacherLogits(teacher, DIVERGENCES[0])
-    scores = logprob_and_entropy(student, torch.arange(3), teacher=held, backend="triton")
-    assert scores.agreement.tolist() == [True, False, True]
 
 
 def test_fp64_is_as_exact_as_in_torch():
@@ -186,22 +135,6 @@ def test_shards(divergence, sizes):
     for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
         gradient(shard, scoring, scores, gradients, out_shard)
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "divergence"),
-    [(torch.float32, None), *((torch.float32, divergence) for divergence in DIVERGENCES), (torch.bfloat16, DIVERGENCES[2])],
-    ids=str,
-)
-def test_fused_with_the_head(monkeypatch, dtype, divergence):
-    """The chunks' statistics and gradients are the kernels'; with a mask, padding, and a last chunk that is shorter."""
-    monkeypatch.setattr("tepo_megatron.core.scores.fused_linear._CHUNK_BYTES", {"cpu": 1})  # 16 rows, the fewest
-    labels, mask = torch.randint(0, 201, (26,)), torch.arange(26) % 5 > 0
-    hidden, head = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (26, 210))
-    options: dict[str, Any] = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}
-    close = (1e-4, 1e-5) if dtype == torch.float32 else (2.0**-6, 0.05)  # A bf16 gradient of 10 has steps of 1/16.
-    teacher = None if divergence is None else teacher_head(hidden.detach(), head.detach(), divergence)
-    compare_fused(hidden, head, labels, options, torch.randn(2, 26), tolerance=1e-5, gradient_tolerances=close, teacher=teacher)
 
 
 @pytest.mark.parametrize(

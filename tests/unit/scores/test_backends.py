@@ -117,10 +117,17 @@ def test_many_processes_compile_it_once(tmp_path):
 @needs_triton
 @pytest.mark.slow
 def test_values_in_the_interpreter():
-    """Everything in triton_interpreted.py, in a process of its own: Triton looks at TRITON_INTERPRET when it is imported."""
+    """In a process of its own: Triton looks at TRITON_INTERPRET when it is imported. Of the tests of all backends, the narrow
+    ones.
+    """
     root = Path(__file__).parents[3]
+    tested = (Path(__file__).with_name(f"test_{name}.py") for name in ("divergence", "logprob_and_entropy"))
+    chosen = "triton_interpreted or triton and (oracle or underflow or without_weight or tie or in_chunks) and not 0.05"
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = run_python("-m", "pytest", "-q", root / "tests/support/triton_interpreted.py", cwd=root, environment=environment)
+    options = ("-q", "--hypothesis-profile=interpreter", "-k", chosen)
+    run = run_python(
+        "-m", "pytest", *options, root / "tests/support/triton_interpreted.py", *tested, cwd=root, environment=environment
+    )
     assert "skipped" not in run.stdout
 
 
