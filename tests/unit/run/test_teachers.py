@@ -250,16 +250,10 @@ def test_a_served_teacher_that_dies_is_started_again(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits_and_knows_its_teacher(run: Run, whole: Whole, teacher: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_teacher_on_the_ranks_is_resumed_with_the_same_bits(run: Run, whole: Whole, tmp_path: Path) -> None:
     run("resumed", "ranks", *TEPO, steps=1)
     run("resumed", "ranks", *TEPO, "train.resume=true")
     assert weights(tmp_path / "resumed") == weights(whole("ranks", *TEPO)[0])
-    other = tmp_path / "other"
-    shutil.copytree(teacher, other)
-    changed = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
-    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"teachers\.big"):
-        run("resumed", "ranks", *TEPO, "train.resume=true", f"teachers.big.path={other}", steps=3)
 
 
 @pytest.mark.slow
