@@ -281,23 +281,13 @@ def test_a_node_that_cannot_serve_says_why(server: dict[str, Any], place: tuple[
         external.serve_node(config, model_dir=Path("model"), node=place[0], nodes=place[1])
 
 
-class FakeServer:
-    """In place of a vLLM server: counts its lives."""
+class FakeServer(FaultyServer):
+    """In place of a vLLM server, which nobody asks."""
 
     def __init__(self, *_: Any, log: Path, gpus: range, **__: Any) -> None:
-        self.log, self.gpus, self.port, self.alive, self.lives = log, tuple(gpus), 0, False, 0
-        self.url = "http://127.0.0.1:1"
-
-    def start(self, _taken: object) -> None:
-        self.alive, self.lives = True, self.lives + 1
-
-    def stop(self) -> None:
-        self.alive = False
-
-    def wait_ready(self) -> None: ...
-
-    def log_end(self) -> str:
-        return "the end of its log"
+        super().__init__()
+        self.close()
+        self.log, self.gpus = log, tuple(gpus)
 
 
 def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +316,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     assert first[:2] == [None, None]  # the other node's
     assert [each.gpus for each in made] == [(0, 1), (2, 3)]
     assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
-    assert [each.lives for each in made] == [2, 2]
+    assert [each.starts for each in made] == [2, 2]
     now = [entry.registered() for entry in entries[2:]]
     assert now[0] != first[2]
     assert now[1] != first[3]
@@ -350,7 +340,7 @@ def test_a_node_outlives_a_disk_that_fails_for_a_moment_and_tells_the_trainer_of
     monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time", watch)
     with pytest.raises(OSError, match="Stale file handle"):
         external.serve_node(run_of(tmp_path), model_dir=Path("model"), node=0, nodes=1)
-    assert (disk.names, server.lives) == ([], 2)
+    assert (disk.names, server.starts) == ([], 2)
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="Stale file handle"):
         wait(started(external_server(tmp_path)))
