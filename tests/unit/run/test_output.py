@@ -85,30 +85,16 @@ def test_only_a_run_that_may_resume_finds_the_journal_of_a_start_without_a_row(r
     assert [(tmp_path / "journal" / name).exists() for name in names] == [resume == "auto"] * 3
 
 
-def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
-    """Forgotten beyond the checkpoint, also if they wait for room, and written at the end at the latest."""
+def test_values_of_tokens_are_forgotten_beyond_the_checkpoint(tmp_path: Path) -> None:
     first, _ = open_output(tmp_path)
     for step in (1, 2, 3):
         first.tokens.write(made_up_tokens(step))
         first.write_row(step, {})
     first.close()
-    again, said = open_output(tmp_path, train=RESUMED)
+    again, _ = open_output(tmp_path, train=RESUMED)
     again.resume_from(2)
     assert list(token_files(tmp_path)) == [1, 2]
-    with files_of_at_most(100):
-        for step in (3, 4):
-            again.tokens.write(made_up_tokens(step, seed=1))
-    assert said[-1].startswith(
-        f"{tmp_path / 'tokens' / 'step_0000003.npz'} cannot be written: File too large. The run continues;"
-    )
-    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["step_0000001.npz", "step_0000002.npz"]
-    again.resume_from(3)  # went back, while two files waited
-    again.write_row(5, {})
-    again.finish()
     again.close()
-    assert list(token_files(tmp_path)) == [1, 2, 3]
-    assert token_files(tmp_path)[3].read_bytes() == made_up_tokens(3, seed=1).encode()
-    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["log/failed"] == 2
 
 
 @pytest.mark.parametrize("resume", [False, "auto"])
@@ -218,18 +204,25 @@ def test_what_waits_for_room_when_a_run_stops_is_written_or_told_to_be_lost(has_
 
 
 def test_a_run_that_goes_back_forgets_what_waits_for_a_full_disk(tmp_path: Path) -> None:
-    output, _ = open_output(tmp_path, log={"tensorboard": True})
+    output, said = open_output(tmp_path, log={"tensorboard": True})
+    tokens = tmp_path / "tokens"
     with files_of_at_most(10):
         for step in (1, 2, 3):
+            output.tokens.write(made_up_tokens(step, seed=step))
             for trained in (False, True):
                 output.write_samples(step, [{"response": "long"}] * step, trained=trained)
             output.write_samples(step, [])
             output.write_row(step, {"lr": step + 0.5})
+        assert said[0].startswith(f"{tokens / 'step_0000001.npz'} cannot be written: File too large. The run continues;")
+        assert not list(tokens.iterdir())
         output.resume_from(2)
         output.write_row(3, {"lr": 4.5})
     output.finish()
     output.close()
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [(row["step"], row["log/failed"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 4), (2, 6), (3, 3)]
+    assert [path.read_bytes() for path in token_files(tmp_path).values()] == [
+        made_up_tokens(step, seed=step).encode() for step in (1, 2)
+    ]
     assert steps(tmp_path / "samples.jsonl") == steps(tmp_path / "train_samples.jsonl") == [1, 2, 2]
     assert scalars(tmp_path, "lr") == [(1, 1.5), (2, 2.5), (3, 4.5)]
 
