@@ -228,7 +228,7 @@ class Rank0:
         counts |= source_figures(rollouts, self._problems, parts)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}
         self._returns = 0
-        if sentence := self._objective_watch.clip(row, updates):
+        for sentence in filter(None, (self._objective_watch.equal_rewards(row), self._objective_watch.clip(row, updates))):
             self.output.message(f"step {step}: {sentence}")
 
     def log(self, step: int, row: Mapping[str, float]) -> None:

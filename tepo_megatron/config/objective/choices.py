@@ -276,6 +276,10 @@ class _WhitenedAdvantage(_Advantage):
     """Added to the batch's standard deviation."""
 
 
+# kinds whose advantage is 0 in a group of equal rewards
+COMPARE_REWARDS = frozenset({"group", "no_std", "leave_one_out", "divide_by_mean", "whitened"})
+
+
 class GDPOAdvantage(ObjectiveSection):
     """Several rewards per response, ``reward.verifier``'s components: each is normalised as by kind ``group``; their weighted
     sum is divided by its standard deviation over the rollout batch (GDPO).

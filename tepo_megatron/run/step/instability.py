@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig, TrainConfig
-from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip
+from tepo_megatron.config.objective.choices import CLIPPED_SHARE, COMPARE_REWARDS, Clip
 from tepo_megatron.core.types import Batch, bound_for_share
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -135,11 +135,25 @@ class ObjectiveWatch:
         self._objective = objective
         self._rows: deque[Mapping[str, float]] = deque(maxlen=self.STEPS)
         self._has_warned_of_noise = self._has_warned_of_clip = False
+        self._equal_steps, self._has_warned_of_equal = 0, False
 
     def noise(self, row: Mapping[str, float]) -> list[str]:
         sentences = [] if self._has_warned_of_noise else list(self._below_the_noise(row))
         self._has_warned_of_noise = self._has_warned_of_noise or bool(sentences)
         return sentences
+
+    def equal_rewards(self, row: Mapping[str, float]) -> str:
+        objective = self._objective
+        compares = objective.advantage.kind in COMPARE_REWARDS and getattr(objective.advantage, "overlong", None) is None
+        is_equal = compares and objective.distill is None and row["groups/zero_variance"] == 1
+        self._equal_steps = self._equal_steps + 1 if is_equal else 0
+        if self._has_warned_of_equal or self._equal_steps < self.STEPS:
+            return ""
+        self._has_warned_of_equal = True
+        return (
+            f"every group of the last {self.STEPS} steps had equal rewards: nothing is learnt from them; see 'The reward is "
+            "flat' in docs/reference/metrics.md"
+        )
 
     def clip(self, row: Mapping[str, float], updates: Sequence[UpdateResult]) -> str:
         region, moves = self._objective.trust_region, [update.moves for update in updates if update.moves is not None]

@@ -229,6 +229,16 @@ def test_bounds_below_the_noise_are_named(given: dict[str, Any], row: dict[str, 
     assert all(name in sentence for name, sentence in zip(named, said, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("advantage", "said"), [({"kind": "group"}, 1), ({"kind": "whitened"}, 1), ({"kind": "teacher"}, 0), ({"kind": "gdpo"}, 0)]
+)
+def test_equal_rewards_in_five_steps_are_reported_once(advantage: dict[str, Any], said: int) -> None:
+    watch = ObjectiveWatch(ObjectiveConfig.model_validate({"preset": "grpo", "advantage": advantage}))
+    shares = [1.0] * 4 + [0.9] + [1.0] * 12
+    steps = [step for step, share in enumerate(shares, 1) if watch.equal_rewards({"groups/zero_variance": share})]
+    assert steps == [10] * said
+
+
 FIXED = {"scale": "fixed", "low": 3e-4, "high": 4e-4}
 LENGTH = {"scale": "length", "low": 0.03, "high": 0.03}
 AUTO = {"scale": "length", "low": "auto", "high": "auto"}
