@@ -99,18 +99,21 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
         self.unfinished = 0
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Scores the first problems' own answers, and learns the components' names. Raises ValueError if all fail."""
+        """Scores right and wrong answers, and learns the components' names. Raises ValueError if all fail."""
         tried = problems[:_REHEARSAL_PROBLEMS]
+        wrong = [next((other.answer for other in problems if other.answer != problem.answer), None) for problem in tried]
         copies = 2 if self.scores_groups else 1
-        items = [(problem, problem.answer) for problem in tried for _ in range(copies)]
-        results = self.score(items, [number for number, _ in enumerate(tried) for _ in range(copies)])
-        if results and all(result.error for result in results):
-            raise ValueError(
-                f"reward.verifier = {self._config.verifier!r} cannot score the first {len(tried)} problems, each with its "
-                f"own answer as the response: {results[0].error}; correct the verifier, or the data"
-            )
-        if self.components is None:
-            self.components = next((tuple(result.parts) for result in results if not result.error), None)
+        for whose, texts in (("its own", [problem.answer for problem in tried]), ("another problem's", wrong)):
+            items = [(problem, text) for problem, text in zip(tried, texts, strict=True) if text is not None]
+            numbers = [number for number, _ in enumerate(items) for _ in range(copies)]
+            results = self.score([items[number] for number in numbers], numbers)
+            if results and all(result.error for result in results):
+                raise ValueError(
+                    f"reward.verifier = {self._config.verifier!r} cannot score the first {len(items)} problems, each with "
+                    f"{whose} answer as the response: {results[0].error}; correct the verifier, or the data"
+                )
+            if self.components is None:
+                self.components = next((tuple(result.parts) for result in results if not result.error), None)
 
     @property
     def _works(self) -> bool:

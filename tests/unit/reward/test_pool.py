@@ -330,6 +330,8 @@ def test_a_verifier_that_cannot_work_is_refused_with_its_own_line(tries: Path, f
             pool.rehearse([Problem("p1", "q", "raise"), Problem("p2", "q", "raise again")])
         if function == "judge":
             pool.rehearse([Problem("p1", "q", "raise"), Problem("p2", "q", "good")])  # one is enough
+            with pytest.raises(ValueError, match=r"another problem's answer as the response: .* NoneType"):
+                pool.rehearse([*(Problem(f"p{number}", "q", "good") for number in range(4)), Problem("p5", "q", "none")])
     number, text = next((i, text) for i, text in enumerate(Path(FILE).read_text().splitlines(), start=1) if line in text)
     said = str(caught.value)
     assert f"problem 'p1': the verifier {message}, at {FILE}:{number}: \"{text.strip()}\"" in said
