@@ -67,13 +67,16 @@ def _doctor(
     """
     selected = dict(LAUNCH_CHECKS if launch else CHECKS)
     of_nodes = [] if nodes is None else node_checks(nodes)
+    on_gpu = has_gpu()
     if run is not None or overrides:
-        selected |= run_checks(load_config(run, overrides or ()))
+        config = load_config(run, overrides or ())
+        selected |= run_checks(config, starts_here=not launch)
+        on_gpu = config.engine.platform == "cuda" or (on_gpu and config.engine.platform == "auto")
     checks = diagnose(selected) + of_nodes
     if as_json:
         print_json({"fit_for_cpu": is_fit(checks), "checks": [check._asdict() for check in checks]})
     else:
-        purpose = "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"
+        purpose = "Launching" if launch else "A run on GPU" if on_gpu else "A run on CPU"
         show(_checks_table(checks, purpose))
     raise typer.Exit(0 if is_fit(checks) else 1)
 
@@ -83,7 +86,7 @@ _BYTES_PER_CHECKPOINT_BYTE = 8
 """A checkpoint's disk space over bf16 model files': 6 for fp32 weights and two moments, 1 for the export; rounded up."""
 
 
-def run_checks(config: RunConfig) -> dict[str, Check]:
+def run_checks(config: RunConfig, *, starts_here: bool = True) -> dict[str, Check]:
     from tepo_megatron.run.checks import MODEL, RUN_CHECKS, TRAINER_MACHINE, RunSubject
     from tepo_megatron.run.output.resume import resolve_dtype
     from tepo_megatron.runtime.machine import this_machine
@@ -107,9 +110,11 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
         has_model = bool(run.spec)
     except ValueError:
         has_model = False  # "model and data" reports it
+    lacks_gpu = starts_here and config.engine.platform == "cuda" and not here.gpus
     for check in RUN_CHECKS:
         if (has_model or MODEL not in check.needs) and check.applies(run):
-            checks[check.name] = Check(partial(_finding_of, partial(check.verify, run), TRAINER_MACHINE in check.needs))
+            may_differ = TRAINER_MACHINE in check.needs and not lacks_gpu
+            checks[check.name] = Check(partial(_finding_of, partial(check.verify, run), may_differ))
     if config.rollout.replay is None:
         checks["model and data"] = Check(partial(_model_and_data, config))
         if config.environment is not None:

@@ -25,6 +25,7 @@ from tepo_megatron.cli.doctor import run_checks
 from tepo_megatron.cli.machine_checks import CHECKS, Check, Finding, diagnose, is_fit, node_checks
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.runtime import machine
 from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -322,6 +323,18 @@ def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: 
 def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrides: list[str], name: str, said: str) -> None:
     check = of_run(load_run(None, overrides), name)
     assert (check.status, check.needed, said in check.advice) == ("fail", True, True), check
+
+
+@pytest.mark.parametrize(("launch", "status"), [([], "fail"), (["--launch"], "warn")])
+def test_a_run_for_gpus_is_refused_without_one_unless_it_is_launched(
+    launch: list[str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "this_machine", machine.Machine)
+    monkeypatch.setattr(doctor, "LAUNCH_CHECKS", {})
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    result = invoke("doctor", "engine.platform=cuda", "rollout.sampling.max_new_tokens=8", *launch, code=int(not launch))
+    assert re.search(rf"placement .* {status} .* refused", result.stdout)
+    assert launch or "A run on GPU still needs: placement" in result.stdout
 
 
 @pytest.mark.parametrize("place", ["model.path", "teachers.big.path"])
