@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from hashlib import sha256
@@ -113,13 +114,13 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
 def _problem(row: DataRow, config: SourceConfig) -> Problem:
     fields, columns, name = config.columns, row.written, config.name
     if _get(columns, fields.id) is not None:
-        identity = _text(columns, fields.id, "id")
+        identity = _text(columns, config, "id")
         identity = f"{name}/{identity}" if name else identity
     else:
         number = row.name.rpartition(":")[2]
         identity = f"{name}{row.file and '/'}{row.file}:{number}" if name else row.name
     prompt, messages, used = _read_prompt(columns, config)
-    answer = _text(columns, fields.answer, "answer")
+    answer = _text(columns, config, "answer")
     others = columns.keys() - {used, fields.answer, fields.id}
     values = row.values() if others else {}
     metadata = {key: values[key] for key in columns if key in others}
@@ -142,7 +143,7 @@ def _read_prompt(columns: Mapping[str, Any], config: SourceConfig) -> tuple[str,
         messages = _read_messages(_get(columns, column), column)
         return messages[-1][1], messages if messages[0][0] == "system" else (*system, *messages), column
     if config.template is None:
-        used, prompt = fields.prompt, _text(columns, fields.prompt, "prompt")
+        used, prompt = fields.prompt, _text(columns, config, "prompt")
     else:  # every column stays in the metadata, since the prompt shows it in another form
         text = _get(columns, fields.prompt)
         used, prompt = None, _fill_template(config.template, columns if text is None else {**columns, "prompt": text})
@@ -172,17 +173,26 @@ def _get(columns: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
+def _text(columns: Mapping[str, Any], config: SourceConfig, field: str) -> str:
+    named = config.columns.model_dump()
+    name: str = named.pop(field)
     value = _get(columns, name)
     if value is None:
-        keys = list(columns)
-        likely = f"data.fields.{field}={keys[-1 if field == 'answer' else 0]}" if keys else ""
-        hint = f"; if another key has it, say which one, such as {likely}" if keys else ""
-        raise ValueError(f"{name!r} is missing (the keys are: {', '.join(keys) or 'none'}){hint}")
+        parent, _, key = name.rpartition(".")
+        outer = columns if name in columns else _get(columns, parent)
+        if isinstance(outer, Mapping) and (name in columns or key in outer):
+            raise ValueError(f"{name!r} is null")
+        free = [key for key in columns if key not in ("messages", *named.values())]
+        likely = shlex.quote(f"data.fields.{field}={free[-1 if field == 'answer' else 0]}") if free else ""
+        hint = f"; if another key has it, say which one, such as {likely}" if free else ""
+        raise ValueError(f"{name!r} is missing (the keys are: {', '.join(columns) or 'none'}){hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)  # the file has numbers as numbers
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} must be text, not {json.dumps(value)[:40]}")
+        hint = ""
+        if isinstance(value, Mapping) and value:
+            hint = "; name one of its keys, such as " + shlex.quote(f"data.fields.{field}={name}.{next(iter(value))}")
+        raise ValueError(f"{name!r} must be text, not {json.dumps(value)[:40]}{hint}")
     if not value.strip():
         raise ValueError(f"{name!r} is empty")
     return value
