@@ -47,6 +47,8 @@ class _Verifier:
         except BaseException as error:
             late = isinstance(error, TimeoutError) and limit is not None and limit.expired()
             why = self._limits.took_too_long() if late else self._limits.raised(error, self._function)
+            if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                why += f"; a reward takes (problem, {'responses' if self._of_groups else 'response'})"  # the call itself failed
             return [(None, why)] * len(texts)
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -90,7 +92,11 @@ def _scoring(setup: Mapping[str, Any], limits: WorkerLimits, custom: Any) -> tup
     if hasattr(verifier, "score"):
         return verifier.score, False
     if not callable(verifier) or inspect.isclass(verifier):
-        raise ValueError(f"the verifier {name!r} has neither a method score nor score_group, and cannot be called itself")
+        several = "; give one function that returns {name: value}, and reward.weights weighs them"
+        raise ValueError(
+            f"the verifier {name!r} has neither a method score nor score_group, and cannot be called itself"
+            f"{several if isinstance(verifier, list | tuple) else ''}"
+        )
     if not hasattr(verifier, "__code__") and inspect.iscoroutinefunction(getattr(verifier, "__call__", None)):  # noqa: B004
         verifier = verifier.__call__
     return verifier, getattr(verifier, "__name__", "") == "score_group"

@@ -336,7 +336,8 @@ def test_a_verifier_that_cannot_work_is_refused_with_its_own_line(tries: Path, f
     said = str(caught.value)
     assert f"problem 'p1': the verifier {message}, at {FILE}:{number}: \"{text.strip()}\"" in said
     assert said.startswith(f"reward.verifier = '{FILE}:{function}'")
-    assert said.endswith("; correct the verifier, or the data")
+    takes = "; a reward takes (problem, response)" * (function == "three")
+    assert said.endswith(f'"{takes}; correct the verifier, or the data')
 
 
 # -- a verifier that is an object of this process: its workers are forks
@@ -365,6 +366,8 @@ def test_objects_of_this_process_score() -> None:
     assert [result.reward for result in scored(together, "x", "y", "z")] == [3.0] * 3
     with pytest.raises(ValueError, match=r"has neither a method score nor score_group"):
         scored(4.0, "x")
+    with pytest.raises(ValueError, match=r"give one function that returns \{name: value\}"):
+        scored([closure, closure], "x")
 
 
 def test_the_limits_of_forks_are_those_of_every_worker(tries: Path) -> None:
