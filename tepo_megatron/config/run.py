@@ -111,7 +111,7 @@ class RunConfig(Section):
 
     def model_post_init(self, _: Any) -> None:
         """Without held-out problems ``evaluate.every`` is 0; custom training problems bring no built-in ones."""
-        data, evaluate = self.data, self.evaluate
+        data, evaluate, log = self.data, self.evaluate, self.log
         if "heldout" not in data.model_fields_set and _is_custom(data.train):
             data = data.model_copy(update={"heldout": None})
         if data.heldout is None and "every" not in evaluate.model_fields_set and not evaluate.sets:
@@ -121,7 +121,9 @@ class RunConfig(Section):
                 "or set evaluate.every = 0 to say that you mean it",
                 stacklevel=2,
             )
-        self.__dict__.update(data=data, evaluate=evaluate)  # the model is frozen
+        if log.token_samples and "token_samples_every" not in log.model_fields_set:
+            log = log.model_copy(update={"token_samples_every": min(log.token_samples_every, self.train.steps)})
+        self.__dict__.update(data=data, evaluate=evaluate, log=log)  # the model is frozen
 
     @field_validator("name")
     @classmethod

@@ -278,6 +278,13 @@ def test_without_held_out_problems_nothing_is_evaluated_and_that_is_said(given: 
     assert sets.any_due(10, 29, heldout=True)
 
 
+def test_samples_of_tokens_are_written_in_a_run_of_fewer_steps_than_usual_between_them(tmp_path: Path) -> None:
+    for steps, every in ((4, 4), (40, 10)):
+        config = load_run(None, ["log.token_samples=4", f"train.steps={steps}"])
+        assert config.log.token_samples_every == every
+        assert load_run(write(tmp_path, dump_resolved(config))) == absolute(config)
+
+
 def test_ones_own_model_is_not_trained_on_sums_by_an_oversight() -> None:
     own: dict[str, Any] = {"model": {"path": "models/mine"}}
     with_data = [{**own, "data": {"train": "builtin:addition"}}, {**own, "rollout": {"replay": "recorded"}}]

@@ -233,7 +233,10 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         (["train.grace_s=1e10"], "train.grace_s: got 10000000000.0"),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], "early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], "did you mean eval/s/avg@4?"),
-        (["log.token_samples=2", "train.steps=9"], "token_samples_every = 10 is more than train.steps = 9"),
+        (
+            ["log={token_samples: 2, token_samples_every: 10}", "train.steps=9"],
+            "token_samples_every = 10 is more than train.steps = 9",
+        ),
         # rewards of several components
         ([GDPO, "objective.advantage.weights=[1,2]"], "has 2 entries, … names none; a run has one … unless reward.weights"),
         ([GDPO, "reward.weights={a: 1, b: 2}"], "set objective.advantage.weights=[1, 2], in this order"),
