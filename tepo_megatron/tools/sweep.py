@@ -100,10 +100,12 @@ class SweepFile(Section):
             yield f"seeds: {list(self.seeds)} has one of them twice"
 
     def check(self, runs: Sequence[SweepRun]) -> None:
-        """Raises ValueError for wrong settings or a folder with other ones."""
+        """Raises ValueError for wrong settings, a folder with other ones, or a figure that no run has."""
+        configs = []
         for run in runs:
             try:
-                expected = _compared(load_run(self.run, run.overrides))
+                configs.append(load_run(self.run, run.overrides))
+                expected = _compared(configs[-1])
             except ConfigError as error:
                 raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
             if (resolved := run.folder / "resolved.yaml").is_file():
@@ -115,6 +117,18 @@ class SweepFile(Section):
                     raise ValueError(
                         f"{run.folder} holds a run of other settings ({fields}); give another --output, or remove it"
                     )
+
+        self._check_figures(configs)
+
+    def _check_figures(self, configs: Sequence[RunConfig]) -> None:
+        written = self.model_dump(include={"figures", "area"}, exclude_unset=True)
+        named = [(field, name) for field, names in written.items() for name in names]
+        for field, metric in [*named, *(("reach", reach.figure) for reach in self.reach)]:
+            faults = [next(config.metric_faults(field, metric), "") for config in configs]
+            if faults and all(faults):
+                others = (load_run(self.run, run.overrides) for run in runs_of(self))  # those of other jobs may have it
+                if all(any(config.metric_faults(field, metric)) for config in others):
+                    raise ValueError(f"no run of the sweep has this figure: {faults[0]}")
 
     def figures_of(self, rows: Sequence[_Row]) -> dict[str, float | None]:
         result: dict[str, float | None] = {}

@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,24 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(load_run(sweep.run, ["seed=9"])))
     with pytest.raises(ValueError, match=r"tepo-low-seed0 holds a run of other settings .*seed"):
         sweep.check(runs)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"figures": ["nonsense/metric"]}, "figures = nonsense/metric is no metric of this run"),
+        ({"area": ["accuracy/greedy"], "overrides": ["evaluate.every=0"]}, "evaluate.every = 0 makes none"),
+        ({"reach": [{"figure": "accuracy/gredy"}]}, "did you mean accuracy/greedy"),
+        ({"overrides": ["evaluate.every=0"]}, None),  # the figures that a file does not name
+        ({"figures": ["accuracy/greedy"], "axes": {"e": {"no": "evaluate.every=0", "yes": "evaluate.every=1"}}}, None),
+    ],
+)
+def test_a_figure_that_no_run_has_is_named_before_anything_starts(
+    given: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    sweep = read_sweep(write(tmp_path, **given))
+    with nullcontext() if said is None else pytest.raises(ValueError, match=f"^no run of the sweep has this figure: .*{said}"):
+        sweep.check(runs_of(sweep)[:1])
 
 
 ROWS = [
