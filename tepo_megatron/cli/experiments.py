@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -40,8 +41,12 @@ def _sweep(
     grid = read_sweep(file)
     runs = runs_of(grid, output)
     mine = shard(runs, part)
-    if dry_run:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         grid.check(mine)
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
+        echo(f"warning: {text}", err=True)
+    if dry_run:
         shared = () if as_json else grid.overrides
         rows = [[run.name, "done" if run.is_done else "to do", " ".join(run.overrides[len(shared) :])] for run in mine]
         show_table(["run", "state", "settings"], rows, as_json=as_json)

@@ -70,9 +70,13 @@ def train(
         StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, once the training so far is saved, or
             the run is complete.
     """
-    run, extensions = _read_arguments(
-        config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        run, extensions = _read_arguments(
+            config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
+        )
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
+        warnings.warn(text, stacklevel=2)  # with the caller's line
     from tepo_megatron.run.output.resume import resolve_dtype
 
     ranks = 0 if rank.under_torchrun() else run.engine.parallel.world_size  # that start here

@@ -100,7 +100,7 @@ class SweepFile(Section):
             yield f"seeds: {list(self.seeds)} has one of them twice"
 
     def check(self, runs: Sequence[SweepRun]) -> None:
-        """Raises ValueError for wrong settings, a folder with other ones, or a figure that no run has."""
+        """Raises ValueError for wrong settings or figures, or a folder with other ones."""
         configs = []
         for run in runs:
             try:
@@ -353,7 +353,6 @@ class Sweep:
     """Servers of two runs would otherwise bind the same cores and GPUs."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Callable[[str], None], jobs: int = 1) -> None:
-        sweep.check(runs)
         self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
         self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         self._lock = threading.Lock()

@@ -237,6 +237,12 @@ def started(
     return runs[0]
 
 
+def test_a_warning_names_the_callers_line_and_comes_once() -> None:
+    with pytest.warns(UserWarning, match="low = 0.2 with scale = length") as caught:
+        started({"objective.trust_region.low": 0.2})
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0$"), max_size=20)
 VALUE = st.one_of(TEXT, st.integers(-9, 9), st.floats(-1e9, 1e9), st.booleans(), st.none())
 

@@ -61,6 +61,9 @@ def test_settings_are_shown_as_they_are_written(tmp_path: Path) -> None:
     path = write(tmp_path, axes={"a": {"both": [layers, name]}})
     shown = invoke("sweep", path, "--dry-run", env={"COLUMNS": "200"}).output
     assert f"{layers} {name}" in shown
+    warned = write(tmp_path, overrides=["objective.trust_region.low=0.2"], seeds=[0, 1])
+    said = invoke("sweep", warned, "--dry-run").stderr
+    assert (said.count("warning: "), said.count("UserWarning")) == (1, 0)
 
 
 @given(count=st.integers(1, 40), parts=st.integers(1, 9))
