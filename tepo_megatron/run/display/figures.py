@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +59,6 @@ _FILES = {
     "wandb": "the run for W&B",
     "mlflow": "the run for MLflow",
     "journal": "rollouts that a resumed run takes again",
-    "run.lock": "who uses the folder",
     "rollouts": "every step's rollouts",
     "skipped": "batches with a number that is not finite, to study",
     "status": "heartbeats of the ranks, for tepo status",
@@ -147,13 +147,18 @@ def duration(seconds: float) -> str:
 
 def _files(output: Path) -> list[Text]:
     """Folds on narrow terminals: a truncated path cannot be copied."""
-    paths = sorted(output.iterdir()) if output.is_dir() else []
+    # run.lock goes when the run's process ends
+    paths = sorted(path for path in output.iterdir() if path.name != "run.lock") if output.is_dir() else []
     shown = {path: f"{path}/" if path.is_dir() else str(path) for path in paths}
     width = max(map(len, shown.values()), default=0)
     return [
-        Text.assemble(name.ljust(width + 2), (_FILES.get(path.name, ""), "dim"), overflow="fold")
-        for path, name in shown.items()
+        Text.assemble(name.ljust(width + 2), (_description(path.name), "dim"), overflow="fold") for path, name in shown.items()
     ]
+
+
+def _description(file: str) -> str:
+    is_earlier = re.fullmatch(r"resolved\.\d+\.yaml", file)
+    return "the configuration before the run was resumed" if is_earlier else _FILES.get(file, "")
 
 
 _COLOURS = ("#2b6cb0", "#8fb8de", "#0b7285", "#2f9e44", "#f08c00", "#d6336c", "#9c6ade", "#b8c0c8")

@@ -119,11 +119,14 @@ def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None
 def test_the_final_table_has_first_best_last_and_the_files_with_whole_paths(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    (folder / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", "resolved.1.yaml", "run.lock"):
+        (folder / name).touch()
     rewards = {1: 0.2, 2: 0.9, 3: 0.6}
     rows = [{"step": 0, **EVALUATED, "time/step": 50.0}, *({**ROW, "step": s, "reward/mean": r} for s, r in rewards.items())]
     assert f"{folder}/metrics.jsonl" in text_of(final_table(rows, folder), 80).replace("\n", "").replace(" ", "")
     shown = text_of(final_table(rows, folder), 200)
+    assert "resolved.1.yamltheconfigurationbefore" in "".join(shown.split())  # a long path is folded
+    assert "run.lock" not in shown
     (reward,) = [line for line in shown.splitlines() if "reward" in line and "0.900" in line]
     assert [part.strip() for part in reward.strip("│").split("│")] == ["reward", "0.200 (1)", "0.900 (2)", "0.600 (3)"]
     (seconds,) = [line for line in shown.splitlines() if "3.00" in line]
