@@ -220,8 +220,13 @@ def _show_rewards(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
         for row in (*rows, mean)
     ]
     show_table(["problem, response", *names, "reward", "ms"], lines)
-    for error in dict.fromkeys(row["error"] for row in rows if row["error"]):
-        echo(f"failed: {error}")
+    failures: dict[str, list[str]] = {}  # the first error names its problem
+    for row in rows:
+        if error := row["error"]:
+            failures.setdefault(error.removeprefix(f"problem {row['problem']!r}: "), []).append(error)
+    for errors in failures.values():
+        others = f" (and {len(errors) - 1} other responses)" if len(errors) > 1 else ""
+        echo(f"failed: {errors[0]}{others}")
     echo(f"{summary['verifier']}: {len(rows)} responses, {summary['failed']} failed")
 
 

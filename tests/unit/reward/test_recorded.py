@@ -9,6 +9,8 @@ import pytest
 
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward.recorded import read_recorded
+from tests.support.cli import invoke
+from tests.support.data_files import write_jsonl
 
 
 def test_a_runs_samples_and_lines_of_ones_own(tmp_path: Path) -> None:
@@ -61,3 +63,15 @@ def test_a_file_without_responses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="has no response in it"):
         read_recorded(tmp_path / "empty.jsonl")
+
+
+def test_equal_failures_of_a_verifier_are_shown_once_with_their_number(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def reward(problem, response):\n    return {'none': None, 'text': '1'}.get(response, 1.0)\n"
+    )
+    said = ["none", "text", "right", "none", "none"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "answer": "a", "response": text} for text in said])
+    shown = invoke("reward", "try", path, f"reward.verifier={tmp_path}/mine.py:reward", code=1).stdout
+    lines = [line for line in shown.splitlines() if line.startswith("failed: ")]
+    assert [("NoneType" in line, line.endswith("(and 2 other responses)")) for line in lines] == [(True, True), (False, False)]
+    assert lines[0].startswith("failed: problem 'a:1': the verifier returned NoneType, not a number")
