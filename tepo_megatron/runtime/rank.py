@@ -77,7 +77,10 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
         if FAILURE_FILE in os.environ:  # the agent's end is this rank's
             Process.end_with(variable(STARTER, os.getppid()))
         refuse_pickles()
-        work()
+        try:
+            work()
+        finally:
+            signals.defer()  # one more signal raises nothing in what follows, up to the interpreter's own end
     except StopRequested as stop:
         return _leave(stop.exit_code if os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0" else 0)
     except (Exception, SystemExit) as error:

@@ -223,6 +223,24 @@ def test_a_signal_ends_a_rank_that_has_just_installed_its_handlers(tmp_path: Pat
     assert (tmp_path / "rank-0.pid").exists()
 
 
+LATE = """
+import atexit, signal
+from tepo_megatron.runtime.rank import run_rank
+
+def fail():
+    atexit.register(signal.raise_signal, signal.SIGTERM)
+    raise ValueError("cannot be split")
+
+raise SystemExit(run_rank(fail, grace_s=60.0, warning_s=60.0))
+"""
+
+
+def test_a_signal_adds_nothing_to_the_error_of_a_rank_that_leaves() -> None:
+    """The agent asks all ranks to end once the first has failed."""
+    done = run_python("-c", LATE, code=1, environment={"RANK": "0"})
+    assert done.stderr.endswith("error: rank 0: ValueError: cannot be split\n")
+
+
 # -- in a process that is the user's own
 
 
