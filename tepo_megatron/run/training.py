@@ -50,7 +50,11 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
     model_dir = check_model(config)
     # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
     with contextlib.ExitStack() as stack:
-        loop = open_loop(config, model_dir, extensions, stack)
+        try:
+            loop = open_loop(config, model_dir, extensions, stack)
+        except StopRequested as stop:
+            signals.say(f"{stop}: ended before the first step")
+            raise
         signals.defer()
         loop.run()
         _raise_failure(loop)
@@ -101,10 +105,12 @@ def _open_rank0(
     pools = stack.enter_context(
         verifier_pools(config, inputs.sets, task, inputs.heldout if config.rollout.replay is None else ())
     )
-    output = Output(config, Progress.of(config.log))
-    stack.callback(output.close)
-    StopSignals.current().say = callbacks.say = output.message
-    heartbeat.start()
+    signals = StopSignals.current()
+    with signals.postponed():  # or nothing would release the folder's lock
+        output = Output(config, Progress.of(config.log))
+        stack.callback(output.close)
+        signals.say = callbacks.say = output.message
+        heartbeat.start()
     for notice in (*inputs.left_out, *([] if task.notice is None else [task.notice])):
         output.message(notice)
     rank0 = Rank0(config, inputs, output, heartbeat, task, pools, callbacks, collect)

@@ -164,6 +164,18 @@ class StopSignals:
         finally:
             self._raises = False
 
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """A signal in this context raises ``StopRequested`` at its end."""
+        raises, self._raises = self._raises, False
+        try:
+            yield
+        finally:
+            self._raises = raises
+        if raises and self.requested is not None:
+            self._raises = False
+            raise StopRequested(self.requested)
+
     def seconds_left(self) -> float:
         """Returns infinity without a signal and after Ctrl-C."""
         return self._deadline - time.monotonic()

@@ -76,6 +76,8 @@ def _head(
     count = f"step {done} of {steps}"
     if root is None:
         return f"ended at {count}, or of a version that says no more; nothing in {config['output']}/status"
+    if root.ended == "interrupted" and not done:
+        return f"interrupted before the first step, {_ago(now - root.time)}"
     if root.ended:
         return f"ended at {count} {_ago(now - root.time)}: {root.ended}"
     if not is_running:

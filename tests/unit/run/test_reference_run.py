@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import is_ours
+from tepo_megatron.run import training
+from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.metrics import Stopwatch
-from tepo_megatron.runtime.preemption import StopRequested
+from tepo_megatron.run.output.status import run_status
+from tepo_megatron.runtime.preemption import StopRequested, StopSignals
+from tepo_megatron.runtime.run_lock import FILE
 from tepo_megatron.sampler.fleet.external import shared_key
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.protocol import Task
@@ -243,6 +248,18 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         )
         resumed = reference_run(changed).run()
         assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
+
+
+def test_ctrl_c_with_the_first_line_ends_with_a_sentence_and_leaves_no_lock(
+    reference_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Progress, "start", lambda *_: signal.raise_signal(signal.SIGINT))
+    run = reference_run()
+    with StopSignals(ends=False).borrowed(), pytest.raises(StopRequested):
+        training.train_model(run.config)
+    assert "Ctrl-C: ended before the first step" in run.said
+    assert not (run.config.output / FILE).exists()
+    assert run_status(run.config.output)[0][0].startswith("run: interrupted before the first step, ")
 
 
 @pytest.mark.parametrize(
