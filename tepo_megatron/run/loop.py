@@ -47,6 +47,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
         self.stopping.signals.at_risk = lambda: self.stopping.at_risk(self.step)
+        self.stopping.signals.has_trained = lambda: self.step > 0
         placement = Placement(self.config, this_machine())
         self.saves_beside_training = self.engine.broadcast_from_root(placement.saves_beside_training(self.engine.spec))
         keep = None if self.rank0 is None else self.rank0.keep_skipped
@@ -216,7 +217,7 @@ class Loop:
             self.save()
             self.finish_save()
         sentence = self.stopping.describe(reason, saved=self.step > saved_step)
-        self.on_root(lambda rank0: rank0.output.message(sentence))
+        self.on_root(lambda rank0: self.stopping.signals.say_last(sentence))
 
     def log(self, row: Mapping[str, float]) -> None:
         self.on_root(lambda rank0: rank0.log(self.step, row))

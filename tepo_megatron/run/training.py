@@ -53,7 +53,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         try:
             loop = open_loop(config, model_dir, extensions, stack)
         except StopRequested as stop:
-            signals.say(f"{stop}: ended before the first step")
+            signals.say_last(f"{stop}: ended before the first step")
             raise
         signals.defer()
         loop.run()

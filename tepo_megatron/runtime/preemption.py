@@ -92,6 +92,7 @@ class StopSignals:
         self.say: Callable[[str], None] = lambda text: None
         """Called from another thread."""
         self.at_risk: Callable[[], str] = str
+        self.has_trained: Callable[[], bool] = bool
         self._limits = {
             signal.SIGTERM: (grace_s, "train.grace_s"),
             signal.SIGUSR1: (warning_s, "train.warning_s"),
@@ -99,6 +100,7 @@ class StopSignals:
         }
         self._deadline, self._limited_by = math.inf, signal.SIGTERM
         self._raises, self._has_handled = True, False
+        self._announced = threading.Event()
         self._wakes: socket.socket | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._wakes_before = -1
@@ -166,7 +168,7 @@ class StopSignals:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """A signal in this context raises ``StopRequested`` at its end."""
+        """Signals raise ``StopRequested`` at its end."""
         raises, self._raises = self._raises, False
         try:
             yield
@@ -175,6 +177,12 @@ class StopSignals:
         if raises and self.requested is not None:
             self._raises = False
             raise StopRequested(self.requested)
+
+    def say_last(self, text: str) -> None:
+        """After the sentence that announces the signal."""
+        if self.requested is not None and self._wakes is not None:
+            self._announced.wait(_SAY_S)
+        self.say(text)
 
     def seconds_left(self) -> float:
         """Returns infinity without a signal and after Ctrl-C."""
@@ -229,6 +237,7 @@ class StopSignals:
                 if first is None:
                     first = signal.Signals(number)
                     self._tell(self._plan(first))
+                    self._announced.set()
 
     def _tell(self, text: str) -> None:
         """Returns soon even if nobody takes the output: this thread counts the time."""
@@ -243,12 +252,12 @@ class StopSignals:
         teller.join(_SAY_S)
 
     def _plan(self, number: signal.Signals) -> str:
+        saves, unsaved = ("saves and ", ", without saving") if self.has_trained() else ("", "")
+        plan = f"{_name(number)}: the run {saves}ends"
         if number == signal.SIGINT:
-            return "Ctrl-C: the run saves and ends; a second Ctrl-C ends it at once, without saving"
+            return f"{plan}; a second Ctrl-C ends it at once{unsaved}"
         seconds, field = self._limits[number]
-        if seconds == math.inf:
-            return f"{_name(number)}: the run saves and ends"
-        return f"{_name(number)}: the run saves and ends, within {seconds:g} s ({field})"
+        return plan if seconds == math.inf else f"{plan}, within {seconds:g} s ({field})"
 
     def _end(self, why: str) -> None:
         assert self.requested is not None
