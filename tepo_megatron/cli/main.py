@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
 
-import typer
-from typer.core import TyperGroup
+from tepo_megatron.runtime.preemption import INTERRUPTED, handled_by, not_ignored
 
-from tepo_megatron.cli import after_run, config, doctor, experiments, train, weights
-from tepo_megatron.errors import is_ours, wants_traceback
-from tepo_megatron.runtime.preemption import INTERRUPTED
-from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime.text import open_closed_streams
+_in_main_thread = threading.current_thread() is threading.main_thread()
+with handled_by(lambda *_: os._exit(INTERRUPTED), not_ignored([signal.SIGINT]) if _in_main_thread else ()):  # for a second
+    import typer
+    from typer.core import TyperGroup
+
+    from tepo_megatron.cli import after_run, config, doctor, experiments, train, weights
+    from tepo_megatron.errors import is_ours, wants_traceback
+    from tepo_megatron.runtime.rank import print_error
+    from tepo_megatron.runtime.text import open_closed_streams
 
 _NOT_TO_SUBMIT = {"math_verify", "matplotlib", "megatron", "numpy", "psutil", "pyarrow", "safetensors", "sentencepiece"}
 _NOT_TO_SUBMIT |= {"tensorboard", "torch", "transformers"}
@@ -29,6 +35,8 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except (ValueError, RuntimeError) as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # an interrupted __set_name__, of a class in an import
+                raise typer.Exit(INTERRUPTED) from None
             if wants_traceback() or not is_ours(error):
                 raise
             print_error(str(error))
@@ -63,7 +71,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # help and libraries print what its encoding may not have
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # while Typer makes the commands
+        sys.exit(INTERRUPTED)
 
 
 def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:

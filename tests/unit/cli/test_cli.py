@@ -149,6 +149,39 @@ def test_a_package_that_submitting_does_not_need_is_missing_in_a_sentence(monkey
     assert missing.startswith("error: this command needs safetensors, which ")
 
 
+EARLY = """
+import signal, sys
+
+class Interrupt:
+    def find_spec(name, *_):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
+sys.meta_path.insert(0, Interrupt)
+from tepo_megatron.cli import main
+main.app = lambda: signal.raise_signal(signal.SIGINT)  # as while Typer makes the commands
+main.main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "tepo_megatron.cli.doctor", "none"])
+def test_ctrl_c_while_the_program_starts_prints_nothing(module: str) -> None:
+    done = run_python("-c", EARLY, module, code=130)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_ctrl_c_in_a_later_import_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 makes it a RuntimeError where a class names its attributes."""
+
+    class Interrupt:
+        def __set_name__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("typer.core.TyperGroup.invoke", lambda *_: type("Interrupted", (), {"attribute": Interrupt()}))
+    assert "Error" not in invoke("config", code=130).output
+
+
 def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is changed, or was a pipe, does not matter to ranks, nor to those that start again."""
     started: list[tuple[RunConfig, int, Path, int]] = []
