@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -123,6 +124,8 @@ def run_node(arguments: Sequence[str]) -> int:
     except NodesApartError as error:
         print_error(str(error))
         return 1
+    except StopRequested as stop:
+        return stop.exit_code
     if end.code in (0, INTERRUPTED, PREEMPTED):
         return end.code
     raise failures[-1]
@@ -141,12 +144,17 @@ def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int], Ra
     place = (parsed.master_addr, int(parsed.master_port or _PORT))
     # Within an attempt the ranks get the signals; a spare has none.
     with handled_by(lambda number, _frame: stopped.append(number), not_ignored()):
-        store, watching = (_meet(*place, node + number, limit) for number in (0, 1))
+        with handled_by(_stop, not_ignored()):
+            store, watching = (_meet(*place, node + number, limit) for number in (0, 1))
         _store = store
         try:
             return NodeMeeting(store, watching, node, int(parsed.nnodes), spares, parsed.max_restarts, _MEET_S).run(run)
         finally:
             _store = None
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise StopRequested(number)
 
 
 def _run_node_attempt(
@@ -241,6 +249,8 @@ def _show_cursor() -> None:
 _BACKEND = "tepo"  # of the rendezvous
 _PORT = 29500
 _MEET_S = 900
+_TRY_S = 5.0
+_CAME = "came"  # counts nodes
 
 
 @contextmanager
@@ -323,20 +333,39 @@ _store: Store | None = None
 def _meet(host: str, port: int, node: int, limit: timedelta, nodes: int | None = None) -> Store:
     """The first node listens on ``host`` only, torch's own store on every interface. Waits for ``nodes``, if given.
 
-    Raises NodesApartError.
+    Raises NodesApartError, and what a signal's handler raises.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    deadline = time.monotonic() + limit.total_seconds()
     listener = _listen(host, port) if node == 0 else None
     try:
-        return TCPStore(host, port, nodes, node == 0, limit, nodes is not None, master_listen_fd=listener)
-    except RuntimeError as error:
+        while node and not _answers(host, port):
+            _pause(deadline)
+        store = TCPStore(host, port, None, node == 0, limit, False, master_listen_fd=listener)
+        store.add(_CAME, 0 if nodes is None else 1)
+        while node == 0 and store.add(_CAME, 0) < (nodes or 0):
+            _pause(deadline)
+        return store
+    except (RuntimeError, TimeoutError) as error:
         what = "the first node did not answer" if node else f"not all of {nodes} nodes came"
         whose = "its log" if node else "the logs of the others"
         raise NodesApartError(
             f"{what} at {host}:{port} within {limit.total_seconds():g} s; see {whose}, and whether TCP between nodes is open "
             "(docs/guides/cluster.md)"
         ) from error
+
+
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=_TRY_S):
+        return True
+    return False
+
+
+def _pause(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise TimeoutError
+    time.sleep(0.1)
 
 
 def _listen(host: str, port: int) -> int:

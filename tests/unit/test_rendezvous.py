@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.runtime import rendezvous, torchrun
+from tepo_megatron.runtime.preemption import PREEMPTED
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tools.faults.processes import wait_until
 from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json, objects_as_json
@@ -200,6 +203,30 @@ def test_nodes_that_do_not_meet_end_with_one_sentence(start: Any, tmp_path: Path
     assert process.returncode == 1
     assert f"error: {message.format(port)}" in err
     assert "Traceback" not in err
+
+
+MEETS = """
+import pathlib, sys
+from tepo_megatron.runtime import torchrun
+
+file, meet = pathlib.Path(sys.argv.pop(1)), torchrun._meet
+torchrun._meet = lambda *args: (file.write_text("meets"), meet(*args))[1]
+sys.exit(torchrun.run_node(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "options"), [(0, []), (1, []), (1, ["--max-restarts=1"])])
+def test_a_signal_ends_a_node_that_waits_for_others(start: Any, tmp_path: Path, node: int, options: list[str]) -> None:
+    with reserve_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        flags = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        process = start("-c", MEETS, tmp_path / "meets", *flags, *options, "-m", "waiting_rank", tmp_path)
+        wait_for(process, tmp_path / "meets")
+        time.sleep(1.0)  # it waits by now
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, "Traceback" in err) == (PREEMPTED, False)
 
 
 def test_ranks_do_not_meet_where_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
