@@ -298,7 +298,8 @@ def _run_agent(arguments: Sequence[str], folder: Path, place: int | None = None)
     if number := attempt():
         parsed.rdzv_id = f"{parsed.rdzv_id}.{number}"
     configured = parsed.rdzv_conf.split(",") if parsed.rdzv_conf else []
-    parsed.rdzv_conf = ",".join([*configured, f"rank={parsed.node_rank if place is None else place}"])
+    rank = parsed.node_rank if place is None else place
+    parsed.rdzv_conf = ",".join([f"timeout={int(_MEET_S)}", *configured, f"rank={rank}"])  # or torch sets its own limit
     parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or _PORT}"
     parsed.rdzv_backend, parsed.node_rank = _BACKEND, 0  # the agent has the node's number from rdzv_conf
     rendezvous_handler_registry.register(_BACKEND, _make_handler)
@@ -323,7 +324,7 @@ def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
     nodes, node = parameters.max_nodes, int(parameters.config["rank"])
     host, port = parse_rendezvous_endpoint(parameters.endpoint, -1) if nodes > 1 else ("127.0.0.1", 0)
-    return OnOurStore(host, port, node, nodes, parameters.run_id, int(parameters.config.get("timeout", _MEET_S)))
+    return OnOurStore(host, port, node, nodes, parameters.run_id, int(parameters.config["timeout"]))
 
 
 _store: Store | None = None

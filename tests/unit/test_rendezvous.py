@@ -60,6 +60,14 @@ code, message = torchrun.run_ranks(sys.argv[1:], 2, module="waiting_rank")
 sys.stderr.write(message)
 sys.exit(code)
 """
+MEETS = """
+import pathlib, sys
+from tepo_megatron.runtime import torchrun
+
+file, meet = pathlib.Path(sys.argv.pop(1)), torchrun._meet
+torchrun._meet = lambda *args: (file.write_text("meets"), meet(*args))[1]
+sys.exit(torchrun.run_node(sys.argv[1:]))
+"""
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -189,7 +197,7 @@ OPEN = "and whether TCP between nodes is open (docs/guides/cluster.md)"
     ("host", "node", "message"),
     [
         ("192.0.2.1", 0, "the first node cannot listen on 192.0.2.1:{} for the others"),
-        ("127.0.0.1", 1, f"the first node did not answer at 127.0.0.1:{{}} within 1 s; see its log, {OPEN}"),
+        ("127.0.0.1", 1, f"the first node did not answer at 127.0.0.1:{{}} within 2 s; see its log, {OPEN}"),
         ("127.0.0.1", 0, f"not all of 2 nodes came at 127.0.0.1:{{}} within 1 s; see the logs of the others, {OPEN}"),
     ],
 )
@@ -197,22 +205,12 @@ def test_nodes_that_do_not_meet_end_with_one_sentence(start: Any, tmp_path: Path
     with reserve_port("127.0.0.1") as held:
         port = held.getsockname()[1]
         flags = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
-        flags += ["--rdzv-conf=timeout=1", "-m", "waiting_rank"]
-        process = start("-m", "tepo_megatron.runtime.torchrun", *flags, tmp_path)
+        flags += [*(["--rdzv-conf=timeout=2"] if node else []), "-m", "waiting_rank"]
+        process = start("-c", MEETS.replace("file,", "torchrun._MEET_S = 1\nfile,"), tmp_path / "meets", *flags, tmp_path)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert f"error: {message.format(port)}" in err
     assert "Traceback" not in err
-
-
-MEETS = """
-import pathlib, sys
-from tepo_megatron.runtime import torchrun
-
-file, meet = pathlib.Path(sys.argv.pop(1)), torchrun._meet
-torchrun._meet = lambda *args: (file.write_text("meets"), meet(*args))[1]
-sys.exit(torchrun.run_node(sys.argv[1:]))
-"""
 
 
 @pytest.mark.slow
