@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_370,
-    "tests, lines": 45_605,
+    "package, lines": 53_556,
+    "tests, lines": 45_726,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 788,
     "modules": 273,
