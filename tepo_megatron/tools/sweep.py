@@ -325,10 +325,12 @@ def _shares(numbers: Sequence[int], jobs: int) -> list[list[int]]:
 
 def _gpu_shares(jobs: int) -> list[dict[str, str]]:
     """Variables of the environment; equally many GPUs each. Raises ValueError for too few."""
+    if jobs == 1:
+        return [{}]
     import torch
 
     gpus = torch.cuda.device_count()
-    if jobs == 1 or gpus == 0:
+    if gpus == 0:
         return [{}] * jobs
     if gpus < jobs:
         raise ValueError(
