@@ -257,7 +257,7 @@ def _misjudged(config: RunConfig, task: Task, problems: Sequence[Problem]) -> st
     from tepo_megatron.tasks.protocol import RewardResult
 
     of, tried = config.evaluate, problems[:_TRIED_PROBLEMS]
-    wrong = [next((other.answer for other in problems if other.answer != problem.answer), None) for problem in tried]
+    wrong = [problem.other_answer(problems) for problem in tried]
     answers = [(problem, problem.answer, True) for problem in tried]
     answers += [(problem, text, False) for problem, text in zip(tried, wrong, strict=True) if text is not None]
     for problem in tried:

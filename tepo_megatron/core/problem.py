@@ -38,6 +38,9 @@ class Problem:
     source: str = ""
     special_tokens: bool = False
 
+    def other_answer(self, problems: Iterable[Problem]) -> str | None:
+        return next((other.answer for other in problems if other.answer != self.answer), None)
+
     def to_json(self) -> list[Any]:
         """Leaves ``special_tokens`` out: they are for the prompt."""
         return [self.id, self.prompt, self.answer, dict(self.metadata), [list(pair) for pair in self.messages], self.source]

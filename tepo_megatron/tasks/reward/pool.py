@@ -101,7 +101,7 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
     def rehearse(self, problems: Sequence[Problem]) -> None:
         """Scores right and wrong answers, and learns the components' names. Raises ValueError if all fail."""
         tried = problems[:_REHEARSAL_PROBLEMS]
-        wrong = [next((other.answer for other in problems if other.answer != problem.answer), None) for problem in tried]
+        wrong = [problem.other_answer(problems) for problem in tried]
         copies = 2 if self.scores_groups else 1
         for whose, texts in (("its own", [problem.answer for problem in tried]), ("another problem's", wrong)):
             items = [(problem, text) for problem, text in zip(tried, texts, strict=True) if text is not None]
