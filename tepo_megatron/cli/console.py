@@ -95,12 +95,11 @@ def split_run(run: str | None, overrides: Sequence[str] | None) -> tuple[Path | 
 
 def load_config(run: Path | None, overrides: Sequence[str], *, trains: bool = True) -> RunConfig:
     """``load_run`` with warnings as sentences, by one process only."""
-    from tepo_megatron.config.load import load_run
+    from tepo_megatron.config.load import collected_warnings, load_run
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with collected_warnings() as sentences:
         config = load_run(run, overrides, trains=trains)
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
+    for text in sentences:
         warnings.filterwarnings("ignore", message=re.escape(text))  # printed here; do not repeat it when a section is replaced
         if speaks_first():
             echo(f"warning: {text}", err=True)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -36,15 +35,15 @@ def _sweep(
     [dim]srun tepo sweep SWEEP.yaml --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT   # in a job of sbatch --array=1-8[/]
     """
     outlive_readers()
+    from tepo_megatron.config.load import collected_warnings
     from tepo_megatron.tools.sweep import Sweep, SweepResults, read_sweep, runs_of, shard
 
     grid = read_sweep(file)
     runs = runs_of(grid, output)
     mine = shard(runs, part)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with collected_warnings() as sentences:
         grid.check(mine)
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
+    for text in sentences:
         echo(f"warning: {text}", err=True)
     if dry_run:
         shared = () if as_json else grid.overrides

@@ -4,8 +4,8 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial, reduce
 from io import StringIO
@@ -37,6 +37,16 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{source}: {count} in the configuration", *(f"  {line}" for line in self.problems)]))
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Fills the list at its end."""
+    sentences: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield sentences
+    sentences += dict.fromkeys(str(warning.message) for warning in caught)
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True) -> RunConfig:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
-from tepo_megatron.config.load import as_yaml, dump_resolved, load_run, override
+from tepo_megatron.config.load import as_yaml, collected_warnings, dump_resolved, load_run, override
 from tepo_megatron.config.objective.custom import CustomKind, Plugin
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Extensions
@@ -70,12 +70,11 @@ def train(
         StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, once the training so far is saved, or
             the run is complete.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with collected_warnings() as sentences:
         run, extensions = _read_arguments(
             config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
         )
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
+    for text in sentences:
         warnings.warn(text, stacklevel=2)  # with the caller's line
     from tepo_megatron.run.output.resume import resolve_dtype
 
