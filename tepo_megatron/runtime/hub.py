@@ -19,8 +19,14 @@ _OTHER_FORMATS = ["*/*", "consolidated*"]
 _Kind = Literal["model", "dataset"]
 
 
-def download_command(source: str, kind: _Kind) -> str:
+def split_source(source: str) -> tuple[str, str]:
+    """Returns the name, and the revision or ""."""
     name, _, revision = source.removeprefix(HUB).partition("@")
+    return name, revision
+
+
+def download_command(source: str, kind: _Kind) -> str:
+    name, revision = split_source(source)
     options = " --repo-type dataset" * (kind == "dataset") + f" --revision {revision}" * bool(revision)
     return f"hf download {name}{options} --local-dir FOLDER"
 
@@ -32,7 +38,7 @@ def hub_folder(source: str, kind: _Kind, *, files: Sequence[str] = ()) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
-    name, _, revision = source.removeprefix(HUB).partition("@")
+    name, revision = split_source(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise ValueError(f"{source!r} names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME, or a folder's path")
     in_rank = "RANK" in os.environ

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path, sync_to_disk
-from tepo_megatron.runtime.hub import HUB
+from tepo_megatron.runtime.hub import HUB, split_source
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
@@ -146,7 +146,7 @@ class AdapterSettings:
 
     def write(self, out: Path, tensors: Mapping[str, Tensor], *, base_model: str, folder: Path) -> None:
         """One process calls. PEFT opens ``base_model`` (``model.path``) if it is of the hub, else ``folder``."""
-        name, _, revision = base_model.removeprefix(HUB).partition("@")
+        name, revision = split_source(base_model)
         of_hub = base_model.startswith(HUB)
         config = {
             "peft_type": "LORA",
