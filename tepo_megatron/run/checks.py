@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.run.output.resume import Resumed, resumes
 from tepo_megatron.run.step.placement import Placement
-from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.runtime.machine import is_root, this_machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
@@ -142,23 +141,16 @@ def _check_weights(run: RunSubject) -> None:
         StoredWeights.open(folder).check(tensor_shapes(spec))
 
 
-def _is_root() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server machine"
 _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 
 RUN_CHECKS: tuple[_NamedCheck, ...] = (
     _NamedCheck("placement", RunSubject.check, _TRAINER),
     _NamedCheck(
-        "checkpoint",
-        lambda run: Resumed.find(run.config, run.model_dir),
-        _MODEL,
-        lambda run: _is_root() and resumes(run.config),
+        "checkpoint", lambda run: Resumed.find(run.config, run.model_dir), _MODEL, lambda run: is_root() and resumes(run.config)
     ),
     _NamedCheck("trainer", _check_trainer, _MODEL),
-    _NamedCheck("weights", _check_weights, _MODEL, lambda _: _is_root()),
+    _NamedCheck("weights", _check_weights, _MODEL, lambda _: is_root()),
     _NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
     _NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     _NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),

@@ -23,7 +23,7 @@ from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
-from tepo_megatron.runtime.machine import available_cores, this_machine, variable
+from tepo_megatron.runtime.machine import available_cores, is_root, this_machine, variable
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals, not_ignored
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
@@ -42,7 +42,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
     trainer_kind().prepare_process(config)  # before the servers' side or the trainer look for GPUs
     if threads := Placement(config, this_machine()).trainer_threads(available_cores()):
         torch.set_num_threads(threads)
-    if not _is_root():
+    if not is_root():
         # Before the loop only rank 0 unwinds on a signal, to end servers; the others would not notice it in a collective.
         for number in not_ignored():
             signal.signal(number, signal.SIG_DFL)
@@ -71,7 +71,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     rank, world_size, timeout_s = variable("RANK", 0), variable("WORLD_SIZE", 1), config.train.hang_timeout_s
     heartbeat = Heartbeat(config.output / "status", rank, world_size, hang_timeout_s=timeout_s, limits=phase_limits(config))
     stack.push(partial(_note_ending, heartbeat))
-    rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if _is_root() else None
+    rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if is_root() else None
     # Warnings of Megatron and torch that no user of this package can act on (missing apex, renamed collectives).
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
@@ -130,10 +130,6 @@ def _close(engine: Trainer, kind: type[BaseException] | None, *_error: object) -
     # Closing NCCL's groups waits for ranks that wait for this one. After an error ``run_rank`` ends the process instead.
     if not (failed and torch.cuda.is_available() and variable("WORLD_SIZE", 1) > 1):
         engine.close()
-
-
-def _is_root() -> bool:
-    return variable("RANK", 0) == 0
 
 
 def _raise_failure(loop: Loop, *, complete: Path | None = None) -> None:

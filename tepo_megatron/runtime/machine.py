@@ -49,6 +49,10 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
     )
 
 
+def is_root() -> bool:
+    return variable("RANK", 0) == 0
+
+
 def variable(name: str, default: int) -> int:
     """Reads a whole number of the environment. Raises ValueError for something else."""
     text = os.environ.get(name) or str(default)
