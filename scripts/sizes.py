@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_556,
+    "package, lines": 53_565,
     "tests, lines": 45_726,
     "docs and docstrings, words": 110_000,
-    "public classes and functions": 788,
+    "public classes and functions": 791,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,

@@ -239,8 +239,7 @@ class _Escaping:
     def write(self, text: str) -> None:
         echo(text, err=self.err, end="")
 
-    def flush(self) -> None:
-        """``write`` has done it."""
+    def flush(self) -> None: ...
 
 
 def _experiment(job: str) -> Any:
