@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_565,
-    "tests, lines": 45_726,
+    "tests, lines": 45_740,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 791,
     "modules": 273,
