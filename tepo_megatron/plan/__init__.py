@@ -18,7 +18,7 @@ from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_trainer_split
+from tepo_megatron.weights.layouts import check_fp8, check_trainer_split
 
 _DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
@@ -238,6 +238,7 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
 def _check_layout(ranks: TrainingRanks) -> None:
     spec, engine = ranks.spec, ranks.config.engine
     check_trainer_split(spec, engine.parallel)
+    check_fp8(spec, engine.parallel, engine.fp8)
     spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)
     spec.check_balance(engine.moe_balance.kind)
 

@@ -211,6 +211,60 @@ def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
         raise ValueError(f"engine.parallel does not fit the model with {shown}: {error}") from None
 
 
+class _Fp8Settings(Protocol):
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def first_layers_bf16(self) -> int: ...
+    @property
+    def last_layers_bf16(self) -> int: ...
+
+
+_FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+_GATHERED_BLOCK = 128  # tokens and columns, in which Transformer Engine gathers activations for "blockwise"; it asserts both
+
+
+def check_fp8(spec: ModelSpec, parallel: _TrainerSizes, fp8: _Fp8Settings) -> None:
+    """Raises ValueError. Embedding and head are not FP8."""
+    if fp8.recipe == "none":
+        return
+    recipe, multiple = fp8.recipe, _FP8_MULTIPLES[fp8.recipe]
+    wrong = [f"{width} ({name})" for name, width in _fp8_widths(spec, parallel) if width % multiple]
+    if wrong:
+        raise ValueError(
+            f"engine.fp8.recipe = {recipe} needs matrices whose sizes on a rank are multiples of {multiple}, and under "
+            f"tp = {parallel.tp} this model has {', '.join(wrong)}; lower engine.parallel.tp, or set engine.fp8.recipe = none"
+        )
+    if recipe == "blockwise" and parallel.sequence_parallel and spec.hidden_size % _GATHERED_BLOCK:
+        raise ValueError(
+            f"engine.fp8.recipe = {recipe} gathers activations in blocks of {_GATHERED_BLOCK} under sequence parallelism, and "
+            f"the model's hidden size is {spec.hidden_size}; set engine.parallel.sequence_parallel = false, or another recipe"
+        )
+    per_stage = spec.num_layers // parallel.pp
+    for name, count in (("first", fp8.first_layers_bf16), ("last", fp8.last_layers_bf16)):
+        if count > per_stage:
+            raise ValueError(
+                f"engine.fp8.{name}_layers_bf16 = {count} is more than the {per_stage} layers of a pipeline stage, which is as "
+                "far as Megatron-Core goes; lower it"
+            )
+    if fp8.first_layers_bf16 + fp8.last_layers_bf16 >= spec.num_layers:
+        raise ValueError(
+            f"engine.fp8 keeps all {spec.num_layers} layers in bfloat16; lower first_layers_bf16 or last_layers_bf16, or set "
+            "recipe = none"
+        )
+
+
+def _fp8_widths(spec: ModelSpec, parallel: _TrainerSizes) -> Iterator[tuple[str, int]]:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    mlp_ranks = parallel.tp if spec.experts is None or parallel.etp is None else parallel.etp
+    yield "hidden size", spec.hidden_size
+    yield "queries, keys and values of a rank", (queries + 2 * keys) // parallel.tp
+    yield "attention output of a rank", queries // parallel.tp
+    yield "MLP size of a rank", spec.ffn_size // mlp_ranks
+    if spec.experts is not None:
+        yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())
+
+
 _VOCAB_PADDING = 64
 
 

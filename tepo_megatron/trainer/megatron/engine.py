@@ -23,7 +23,6 @@ from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import check_config
-from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
 from tepo_megatron.trainer.megatron.model.model import Layers
 from tepo_megatron.trainer.megatron.model.routers import Routers
@@ -70,7 +69,6 @@ class Engine:
         self.layers = Layers.choose(config.engine, self.platform)
         specs = {name: read_model_spec(folder) for name, folder in teachers.items()}
         check_config(config, self.spec, on_gpu=self.platform.kind == "cuda", teachers=specs)
-        fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = collective_timeout(config)
         self.ranks = self.platform.initialize(layout, seed=config.seed, timeout=timeout)
         _check_same_everywhere(config, self.platform.device)

@@ -14,7 +14,6 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.terms import Distill
 from tepo_megatron.core.types import Batch, Divergence
 from tepo_megatron.trainer.megatron.forward import Forward, MicroBatches
-from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.model import Layers, fused_head
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages, drop_fp8_copies
@@ -35,7 +34,6 @@ class _Teacher:
         settings = {"parallel": config.engine.parallel.even, "head": "fused", "recompute": "none"}
         settings["fp8"] = config.engine.fp8.model_copy(update={"params": False})  # weights in FP8 cannot leave the GPU
         engine = config.engine.model_copy(update=settings)
-        fp8.check_model(engine.fp8, spec, engine.parallel)
         model = config.model.model_copy(update={"lora": None, "shards": None})
         config = config.model_copy(update={"engine": engine, "model": model})
         split = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=layers.kind == "te")

@@ -374,6 +374,11 @@ def test_what_could_not_be_trained_is_refused(parallel: tuple[str, ...], message
         moe_plan("sequence_parallel=false", *parallel)
 
 
+def test_a_model_that_does_not_suit_fp8_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"first_layers_bf16 = 29 is more than the 28 layers of a pipeline stage"):
+        plan("engine.fp8.recipe=tensorwise", "engine.fp8.first_layers_bf16=29", path=QWEN)
+
+
 def test_records_of_routes_are_counted_on_the_host() -> None:
     """Mixtral's take 64 bytes a token: 32 layers of two experts."""
     small = ("cluster.rollout_nodes=1", "train.steps=1", "rollout.prompts_per_step=32", "rollout.samples_per_prompt=8")

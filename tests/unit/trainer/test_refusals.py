@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import EngineConfig, Fp8Config, OptimizerConfig, ParallelConfig, RunConfig
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron import engine
-from tepo_megatron.trainer.megatron.gpu import Packages
+from tepo_megatron.trainer.megatron.gpu import Packages, check_config
 from tepo_megatron.trainer.megatron.model import fp8, model
 from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.weights.architecture import ModelSpec
@@ -115,11 +115,13 @@ def test_transformer_engine_has_the_last_word(monkeypatch: pytest.MonkeyPatch, r
 def test_a_model_that_fp8_matrix_products_do_not_fit_is_refused(
     recipe: str | dict[str, Any], changes: dict[str, Any], parallel: dict[str, Any], message: str | None
 ) -> None:
-    spec, split = replace(SPEC, **changes), ParallelConfig(**parallel)
-    config = Fp8Config(recipe=recipe) if isinstance(recipe, str) else Fp8Config(recipe="tensorwise", **recipe)
-    with pytest.raises(ValueError, match=message) if message is not None else contextlib.nullcontext():
-        fp8.check_model(config, spec, split)
-    fp8.check_model(Fp8Config(), spec, split)
+    """Of the policy and of a teacher, before any rank starts."""
+    fp8 = {"recipe": recipe} if isinstance(recipe, str) else {"recipe": "tensorwise", **recipe}
+    run = RunConfig.model_validate({"engine": {"platform": "cuda", "parallel": parallel, "fp8": fp8}})
+    spec, fitting = replace(SPEC, **changes), replace(SPEC, hidden_size=256, num_layers=16)
+    for judged in ((spec, {}), (fitting, {"wise": spec})):
+        with pytest.raises(ValueError, match=message) if message is not None else contextlib.nullcontext():
+            check_config(run, judged[0], on_gpu=True, teachers=judged[1])
 
 
 A2A = {"cp": 2, "cp_comm_type": "a2a"}

@@ -13,8 +13,7 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from packaging.version import Version
 from torch import Tensor
 
-from tepo_megatron.config import Fp8Config, ParallelConfig
-from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.config import Fp8Config
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import StoredWeights
 
@@ -23,10 +22,7 @@ _Capability = tuple[int, int]  # (major, minor)
 
 @dataclass(frozen=True)
 class _Needs:
-    """Divisors: ``multiple`` of widths, ``gathered`` of the hidden size under SP.
-
-    ``cuda``: on GPUs up to ``cuda_up_to``. ``below``: first capability without kernels.
-    """
+    """``cuda``: on GPUs up to ``cuda_up_to``. ``below``: first capability without kernels."""
 
     te: str
     capability: _Capability
@@ -35,8 +31,6 @@ class _Needs:
     cuda: str | None = None
     cuda_up_to: _Capability | None = None
     below: _Capability | None = None
-    multiple: int = 16
-    gathered: int = 1
 
     def is_in(self, te: str) -> bool:
         return Version(te) >= Version(f"{self.te}.dev0")  # a development build of the version has it already
@@ -49,13 +43,10 @@ _PER_TENSOR: dict[str, Any] = {"capability": (8, 9), "gpus": "Ada, Hopper or new
 _NEEDS = {
     "delayed": _Needs(te="1.8", **_PER_TENSOR),
     "tensorwise": _Needs(te="2.2", **_PER_TENSOR),
-    # Transformer Engine gathers activations under SP in blocks of 128 tokens by 128 columns, and asserts both.
     "blockwise": _Needs(
-        te="2.3", capability=(9, 0), gpus="Hopper or newer", probe="is_fp8_block_scaling_available", cuda="12.9", gathered=128
+        te="2.3", capability=(9, 0), gpus="Hopper or newer", probe="is_fp8_block_scaling_available", cuda="12.9"
     ),
-    "mxfp8": _Needs(
-        te="2.1", capability=(10, 0), gpus="Blackwell B200 or B300", probe="is_mxfp8_available", below=(12, 0), multiple=32
-    ),
+    "mxfp8": _Needs(te="2.1", capability=(10, 0), gpus="Blackwell B200 or B300", probe="is_mxfp8_available", below=(12, 0)),
 }
 """Megatron-Core requires these Transformer Engines."""
 
@@ -119,48 +110,6 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
     available, reason = getattr(state, _NEEDS[fp8.recipe].probe)()
     if not available:
         raise ValueError(f"engine.fp8.recipe = {fp8.recipe} is refused by Transformer Engine: {reason}")
-
-
-def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raises ValueError. Embedding and head are not FP8."""
-    if not fp8.enabled:
-        return
-    multiple = _NEEDS[fp8.recipe].multiple
-    wrong = [f"{width} ({name})" for name, width in _widths(spec, parallel) if width % multiple]
-    if wrong:
-        raise ValueError(
-            f"engine.fp8.recipe = {fp8.recipe} needs matrices whose sizes on a rank are multiples of {multiple}, and under "
-            f"tp = {parallel.tp} this model has {', '.join(wrong)}; lower engine.parallel.tp, or set engine.fp8.recipe = none"
-        )
-    gathered = _NEEDS[fp8.recipe].gathered
-    if parallel.sequence_parallel and spec.hidden_size % gathered:
-        raise ValueError(
-            f"engine.fp8.recipe = {fp8.recipe} gathers activations in blocks of {gathered} under sequence parallelism, and the "
-            f"model's hidden size is {spec.hidden_size}; set engine.parallel.sequence_parallel = false, or another recipe"
-        )
-    per_stage = spec.num_layers // parallel.pp
-    for name, count in (("first", fp8.first_layers_bf16), ("last", fp8.last_layers_bf16)):
-        if count > per_stage:
-            raise ValueError(
-                f"engine.fp8.{name}_layers_bf16 = {count} is more than the {per_stage} layers of a pipeline stage, which is as "
-                "far as Megatron-Core goes; lower it"
-            )
-    if fp8.first_layers_bf16 + fp8.last_layers_bf16 >= spec.num_layers:
-        raise ValueError(
-            f"engine.fp8 keeps all {spec.num_layers} layers in bfloat16; lower first_layers_bf16 or last_layers_bf16, or set "
-            "recipe = none"
-        )
-
-
-def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    mlp_ranks = parallel.tp if spec.experts is None or parallel.etp is None else parallel.etp
-    yield "hidden size", spec.hidden_size
-    yield "queries, keys and values of a rank", (queries + 2 * keys) // parallel.tp
-    yield "attention output of a rank", queries // parallel.tp
-    yield "MLP size of a rank", spec.ffn_size // mlp_ranks
-    if spec.experts is not None:
-        yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())
 
 
 class LazyWeights(Mapping[str, Tensor]):
