@@ -133,6 +133,8 @@ def _init(
         str | None, Option(metavar="NAME", help="Where the prompt is, if not in prompt or messages.")
     ] = None,
     answer_column: Annotated[str | None, Option(metavar="NAME", help="Where the answer is, if not in answer.")] = None,
+    heldout_prompt_column: Annotated[str | None, Option(metavar="NAME", help="The same of --heldout, if it differs.")] = None,
+    heldout_answer_column: Annotated[str | None, Option(metavar="NAME", help="The same of --heldout, if it differs.")] = None,
     chat_template: Annotated[
         bool | None, Option("--chat-template/--no-chat-template", help="Whether a prompt is a user's message.")
     ] = None,
@@ -156,7 +158,7 @@ def _init(
         raise ValueError(f"{file} is there already; give another name, or --overwrite")
     new = NewRun(model)
     new.ask_data(train, split, prompt_column, answer_column)
-    new.ask_heldout(heldout, heldout_split)
+    new.ask_heldout(heldout, heldout_split, heldout_prompt_column, heldout_answer_column)
     new.ask_template(chat_template)
     new.ask_verifier(verifier)
     new.ask_machines(gpus, nodes)

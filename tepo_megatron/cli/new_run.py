@@ -98,21 +98,12 @@ class NewRun:
         what = "a file (JSON lines, JSON, CSV, Parquet), a folder of a data set, or builtin:addition"
         self._path = path = _ask(f"Training problems: {what}", train, "--train", _path)
         self._split = _ask_split(path, split, "--split", default=None)
-        columns: list[str] = []
-        if not path.startswith("builtin:"):
-            rows = DataFiles.find(Path(path).expanduser(), self._split or None).rows()
-            columns = list(next((row.written for row in rows), ()))
-        fields: dict[str, str] = {}
-        for field, value, usual in (("prompt", prompt, {"prompt", "messages"}), ("answer", answer, {"answer"})):
-            if value is not None or (columns and not usual & set(columns)):
-                question = f"Which column is the {field} ({', '.join(columns)})"
-                column = _ask(question, value, f"--{field}-column", _one_of(columns, f"column of {path}"))
-                fields |= {field: column} if column != field else {}
+        fields = _ask_fields(path, self._split, prompt, answer, like={})
         self._data = {"train": _source(path, self._split), "heldout": None, **({"fields": fields} if fields else {})}
         self._load()
         _say(self._train)
 
-    def ask_heldout(self, heldout: str | None, split: str | None) -> None:
+    def ask_heldout(self, heldout: str | None, split: str | None, prompt: str | None, answer: str | None) -> None:
         others = [item for item in _splits(self._path) if item != self._split] if self._split else []
         proposed = next((name for name in _EVALUATED if name in others), others[0] if others else None)
 
@@ -128,7 +119,10 @@ class NewRun:
         chosen = _ask_split(path, split, "--heldout-split", default=proposed if path == self._path else None)
         if path == self._path and chosen == self._split:
             raise ValueError(f"the split {chosen} of {path} is trained on; hold another one out")
-        self._data["heldout"] = _source(path, chosen)
+        trained = self._data.get("fields", {})
+        fields = _ask_fields(path, chosen, prompt, answer, like=trained, prefix="heldout-")
+        differing = {} if fields == trained or path.startswith("builtin:") else fields or {"prompt": "prompt"}
+        self._data["heldout"] = _source(path, chosen, differing)
         self._load()
         _say(self._heldout)
         if both := len({item.prompt for item in self._train} & {item.prompt for item in self._heldout}):
@@ -238,6 +232,25 @@ def _ask_split(path: str, value: str | None, option: str, *, default: str | None
     return _ask(f"Split of {path} ({', '.join(splits)})", value, option, _one_of(splits, f"split of {path}"), default=default)
 
 
+def _ask_fields(
+    path: str, split: str, prompt: str | None, answer: str | None, *, like: dict[str, str], prefix: str = ""
+) -> dict[str, str]:
+    """``data.fields`` of ``path``, without its defaults. Columns of ``like`` are taken where they are, and the usual ones."""
+    columns: list[str] = []
+    if not path.startswith("builtin:"):
+        columns = list(next((row.written for row in DataFiles.find(Path(path).expanduser(), split or None).rows()), ()))
+    fields: dict[str, str] = {}
+    for field, value, usual in (("prompt", prompt, {"prompt", "messages"}), ("answer", answer, {"answer"})):
+        column = like.get(field, field)
+        if value is not None or (columns and column.partition(".")[0] not in columns):
+            if value is None and usual & set(columns):
+                continue
+            question = f"Which column of {path} is the {field} ({', '.join(columns)})"
+            column = _ask(question, value, f"--{prefix}{field}-column", _one_of(columns, f"column of {path}"))
+        fields |= {field: column} if column != field else {}
+    return fields
+
+
 def _one_of(known: Sequence[str], what: str) -> Callable[[str], str]:
     def check(answer: str) -> str:
         if answer not in known and answer.partition(".")[0] not in known:
@@ -247,8 +260,9 @@ def _one_of(known: Sequence[str], what: str) -> Callable[[str], str]:
     return check
 
 
-def _source(path: str, split: str) -> str | list[dict[str, str]]:
-    return [{"path": path, "split": split}] if split else path
+def _source(path: str, split: str, fields: dict[str, str] | None = None) -> str | list[dict[str, Any]]:
+    options = {**({"split": split} if split else {}), **({"fields": fields} if fields else {})}
+    return [{"path": path, **options}] if options else path
 
 
 def _say(problems: Sequence[Problem]) -> None:

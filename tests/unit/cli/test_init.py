@@ -99,6 +99,26 @@ def test_columns_and_the_chat_template_are_asked_and_shown(chatty: Path) -> None
     assert not load_run(chatty / "run.yaml").data.chat_template
 
 
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [({"prompt": "9+1", "answer": 10}, ("prompt", "answer")), ({"sum": "9+1", "solution": 10}, ("sum", "solution"))],
+)
+def test_heldout_problems_have_columns_of_their_own(own: Path, row: dict[str, object], fields: tuple[str, str]) -> None:
+    write_csv(own / "train.csv", [{"task": "1+1", "solution": 2}])
+    write_csv(own / "test.csv", [row])
+    words = ["--model", "model", "--train", "train.csv", "--prompt-column", "task", "--answer-column", "solution"]
+    words += ["--heldout", "test.csv", "--verifier", "exact", "--gpus", "0"]
+    if "sum" in row:
+        refused = invoke("init", *words, code=1).stderr
+        assert "--heldout-prompt-column is not given" in refused
+        words += ["--heldout-prompt-column", "sum"]
+    invoke("init", *words)
+    data = load_run(own / "run.yaml").data
+    (source,) = data.heldout_sources
+    assert (source.columns.prompt, source.columns.answer) == fields
+    assert (data.fields.prompt, data.fields.answer) == ("task", "solution")
+
+
 def test_a_folder_with_splits_is_asked_which_and_its_test_split_is_proposed(own: Path) -> None:
     rows = [{"question": f"{at}+1=", "answer": f"{at + 1}"} for at in range(10, 30)]
     for split, some in (("train", rows[:10]), ("test", rows[9:])):
