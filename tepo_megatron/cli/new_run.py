@@ -191,7 +191,7 @@ class NewRun:
             "evaluate": {"every": 10 if self._heldout else 0},
         }
         run = _first_that_fits(run, self._gpus, self.nodes) if self._gpus else run
-        check_model(_validated(RunConfig, run), machine=False)
+        check_model(_validated(RunConfig, run), machine=not self._gpus)
         return _as_yaml(seen_from(run, file.parent))
 
     def _load(self) -> None:

@@ -19,6 +19,7 @@ from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.cli import invoke
 from tests.support.data_files import write_csv, write_jsonl, write_parquet
+from tests.support.random_models import write_llama
 
 INIT = ("--model", "model", "--train", "train.jsonl", "--verifier", "exact", "--gpus", "0")
 
@@ -192,6 +193,11 @@ def test_an_interrupt_is_no_answer(own: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_would_be_no_run_is_refused(words: tuple[str, ...], said: str, own: Path) -> None:
     assert said in invoke("init", *words, code=1).stderr
     assert not (own / "run.yaml").exists()
+
+
+def test_a_model_that_no_server_of_this_machine_takes_is_refused(own: Path) -> None:
+    write_llama(own / "model", head_dim=24, vocab_size=64)  # the tokenizer stays
+    assert "24 dimensions" in invoke("init", *INIT, code=1).stderr
 
 
 def test_what_was_named_is_found_from_a_linked_folder_also_if_it_looks_like_a_reference(own: Path) -> None:
