@@ -29,6 +29,7 @@ SMALL_RUN = (
     "evaluate.every=2",
 )
 """Over in seconds: two small steps, with an evaluation before and after."""
+SHORT = "rollout.sampling.max_new_tokens=8"
 
 
 run = partial(run_python, cwd=ROOT)

@@ -30,12 +30,12 @@ from tepo_megatron.tasks.reward.programs import StackMachine
 from tepo_megatron.tools.sweep import read_sweep, runs_of
 from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl
-from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, script, tepo, train_on_references
+from tests.support.example_runs import ROOT, SHORT, SMALL_RUN, greedy_accuracies, script, tepo, train_on_references
 from tests.support.processes import assert_none_names
 from tests.support.programs import rows
 
 DATA = "examples/own_data"
-SMALL_DATA = (*SMALL_RUN, "evaluate.problems=10", "evaluate.show=10", "rollout.record=true")
+SMALL_DATA = (*SMALL_RUN, SHORT, "evaluate.problems=10", "evaluate.show=10", "rollout.record=true")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_own_data_learns_both_sources(model: Path, tmp_path: Path) -> None:
 REWARD = "examples/own_reward"
 COMPONENTS = ("correct", "carry", "brief")
 GDPO = ("objective.preset=gdpo", "objective.advantage.weights=[1.0,0.2,0.1]")
-SMALL_REWARD = (*SMALL_RUN, *GDPO, "evaluate.problems=4", "evaluate.samples=2")
+SMALL_REWARD = (*SMALL_RUN, *GDPO, SHORT, "evaluate.problems=4", "evaluate.samples=2")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_own_reward_trains_on_its_components(judge: str, tmp_path: Path, monkeyp
 
 OBJECTIVE = ROOT / "examples/own_objective"
 COMMANDS = re.findall(r"^\.venv/bin/tepo (.*)$", (OBJECTIVE / "README.md").read_text(), re.M)
-SMALL_OBJECTIVE = (*SMALL_RUN, "evaluate.problems=4")
+SMALL_OBJECTIVE = (*SMALL_RUN, SHORT, "evaluate.problems=4")
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if not each.startswith("train")])
