@@ -79,14 +79,14 @@ class Layout(Split):
 
     @property
     def single(self) -> Layout:
-        return Layout(model=self.model, objective=self.objective, every=self.every)
+        return Layout(model=self.model, objective=self.objective, every=self.every, tokens=90 if self.every else 45)
 
 
 DP: dict[str, Any] = {"dp": 2, "distributed": True, "tokens": 30}
 VPP, DISTRIBUTED = Layout(pp=2, vpp=2), Layout(**DP)
 TP_PP, CP_DP = Layout(tp=2, pp=2, tokens=60), Layout(cp=2, **DP)
 TP = Layout(tp=2, resumes=VPP)
-PRESET_CP = Layout(cp=2, model="qwen3", objective="kl", every=True)
+PRESET_CP = Layout(cp=2, model="qwen3", objective="kl", every=True, tokens=60)
 COARSE = [Layout(dtype="bfloat16", head=head) for head in ("logits", "fused")]
 INTERLEAVED = Layout(tp=2, pp=2, vpp=2)
 FUSED: dict[str, Any] = {"head": "fused", "objective": "entropy"}
@@ -199,8 +199,9 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     report |= {"reference": whole.reference_logprobs_T, "params": list(params), "widths": set(), "in place": set()}
     watch_outputs(engine, report)
     report["prompt"] = engine.prompt_logprobs(PROMPT)
-    report["noise"] = engine.measure_noise(batch)["entropy/noise/p99"]
-    engine.counters.entropy_noise = 0.0
+    if layout in RECORDED_AND_NOT:
+        assert engine.measure_noise(batch)["entropy/noise/p99"] < 1e-4
+        engine.counters.entropy_noise = 0.0
     for step in range(STEPS):
         batch = engine.batch_from_root(rollouts(layout, step) if is_root else None)
         batch = batch.with_(recorded_S=torch.where(batch.groups_S == 0, -1, torch.arange(batch.num_sequences)))
@@ -307,7 +308,6 @@ def test_scores_match_transformers_in_float64(worlds: Worlds[Layout], layout: La
             torch.testing.assert_close(report["reference"][mask_T], report["logprobs"][mask_T], atol=1e-5, rtol=1e-5)
         assert not report["logprobs"][~mask_T].any()
         assert report["prompt"] == pytest.approx(expected["prompt"], abs=1e-5)
-        assert report["noise"] < 1e-4
 
 
 @on_others
