@@ -89,7 +89,7 @@ def _as_program(rank: int, world: int, port: int, name: str, arguments: list[str
 def _run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     # port 0: the operating system picks one, and it is held from then on, so two tests cannot meet
     store = TCPStore(HOST, 0, world + 1, is_master=True, wait_for_workers=False)
-    context = _context()
+    context = imported()
     outbox = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
@@ -108,7 +108,7 @@ def _run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
                     process.join()
 
 
-def _context() -> Any:
+def imported() -> Any:
     """Forks of a process that has the imports; where there is a GPU, whose driver a fork cannot take along, fresh processes."""
     if torch.cuda.is_available():
         return mp.get_context("spawn")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import psutil
 
+from tests.support import launch
 from tests.support.programs import TIMEOUT_S
 
 
@@ -86,15 +91,72 @@ def unix_sockets(pid: int) -> set[str]:
     return found
 
 
+class Fork:
+    """``python -c`` in a fork of the process that has torch imported, with the part of Popen that tests use."""
+
+    def __init__(self, program: str, *arguments: str, env: dict[str, str]) -> None:
+        context = launch.imported()
+        readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
+        self._process = context.Process(target=_run_program, args=(writers, program, arguments, env))
+        self._process.start()
+        self.pid = self._process.pid
+        self._streams = [open(os.dup(reader.fileno()), encoding="utf-8") for reader in readers]  # noqa: SIM115
+        for end in (*readers, *writers):
+            end.close()
+
+    @property
+    def returncode(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Returns when whoever has inherited the pipes has ended, too."""
+        pool = ThreadPoolExecutor(2)
+        texts = [pool.submit(stream.read) for stream in self._streams]
+        pool.shutdown(wait=False)
+        out, err = (text.result(timeout) for text in texts)
+        self._process.join(timeout)
+        return out, err
+
+
+def _run_program(writers: Sequence[Connection], program: str, arguments: Sequence[str], env: dict[str, str]) -> None:
+    for number, writer in enumerate(writers, start=1):
+        os.dup2(writer.fileno(), number)
+        writer.close()
+    os.environ.clear()
+    os.environ |= env
+    sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+    sys.argv = ["-c", *arguments]
+    try:
+        exec(program, {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()
+
+
 @contextlib.contextmanager
-def python_programs(environment: Mapping[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts programs outside torchrun; at the end, what is left of them and of what they started is killed."""
-    running: list[subprocess.Popen[str]] = []
+def python_programs(environment: Mapping[str, str], *, forks: bool = False) -> Iterator[Callable[..., Any]]:
+    """Starts programs outside torchrun; at the end, what is left of them and of what they started is killed. ``forks``: those
+    of ``-c`` without options are forks, which need not import torch.
+    """
+    running: list[Any] = []
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
-    def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-        command, env = [sys.executable, *map(str, arguments)], {**inherited, **environment}
-        running.append(subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, **options))
+    def start(*arguments: object, **options: Any) -> Any:
+        words, env = [str(argument) for argument in arguments], {**inherited, **environment}
+        if forks and words[0] == "-c" and not options:
+            running.append(Fork(*words[1:], env=env))
+        else:
+            running.append(subprocess.Popen([sys.executable, *words], env=env, stdout=-1, stderr=-1, text=True, **options))
         return running[-1]
 
     try:

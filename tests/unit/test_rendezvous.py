@@ -76,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
     """Starts programs that find the module of the ranks."""
     (tmp_path / "waiting_rank.py").write_text(RANK)
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    with python_programs({"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}) as started:
+    with python_programs({"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}, forks=True) as started:
         yield started
 
 

@@ -197,7 +197,7 @@ sys.exit(torchrun.run_node(["--spares", "1", *options, "--max-restarts", "2", "-
 def start(tmp_path: Path) -> Iterator[Any]:
     """Starts a parent of two ranks."""
     (tmp_path / "made_up_rank.py").write_text(RANK)
-    with python_programs({"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}) as started:
+    with python_programs({"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}, forks=True) as started:
 
         def start_parent(
             what: str, override: str = "engine.parallel.dp=2", parent: str = PARENT, *args: str, **options: Any
