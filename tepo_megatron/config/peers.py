@@ -118,6 +118,8 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     for field in ("model.path", "data.train", "data.heldout"):
         if _ON_THE_HUB.fullmatch(path := str(result.get(field))) and not Path(path).exists():
             result[field] = f"hub:{path}"
+    if name == "trl" and "data.train" in result and (folder := read.get("dataset_config") or "default") != "default":
+        result["data.train"] = f"{result['data.train']}/{folder}"  # the folder's usual name
     if "data.heldout" not in result:
         left += ["nothing is evaluated: give data.heldout and evaluate.every"] if result.get("evaluate.every") else []
         result["evaluate.every"] = 0

@@ -12,7 +12,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.config.paths import absolute, paths_in
-from tepo_megatron.runtime.hub import HUB, download_command
+from tepo_megatron.runtime.hub import HUB, download_advice
 
 _END = "END_OF_THE_FILE"
 _JOB_END_S = 30  # from the trainer's end to Slurm's limit
@@ -55,11 +55,9 @@ def on_nodes(config: RunConfig) -> RunConfig:
 def _check_reachable(config: RunConfig) -> None:
     for field, path in paths_in(config).items():
         if path.startswith(HUB):
-            command = download_command(path, "dataset" if field.startswith(("data.", "evaluate.")) else "model")
-            raise ValueError(
-                f"{field} = {path}: the nodes of a job download nothing; run '{command}' on a disk that all of them see, and "
-                "name the folder"
-            )
+            is_data = field.startswith(("data.", "evaluate."))
+            advice = download_advice(path, "dataset" if is_data else "model", "on a disk that all of them see")
+            raise ValueError(f"{field} = {path}: the nodes of a job download nothing; {advice}")
         elsewhere = config.cluster.ssh is not None and field != "cluster.ssh_identity"
         if elsewhere and not path.startswith((BUILTIN, "/", "${")):
             raise ValueError(

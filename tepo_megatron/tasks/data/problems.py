@@ -104,7 +104,7 @@ def _rows(config: SourceConfig) -> Iterator[DataRow]:
     from_hub = config.path.startswith(HUB)
     path = hub_folder(config.path, "dataset") if from_hub else Path(config.path).expanduser()
     if not path.exists():
-        near = "a data set of the Hugging Face hub is hub:ORGANISATION/NAME"
+        near = "a data set of the Hugging Face hub is hub:ORGANISATION/NAME, or hub:ORGANISATION/NAME/FOLDER"
         if str(path) in _BUILTIN_TASKS:
             near = f"did you mean {BUILTIN}{path}?"
         raise ValueError(f"the data file {path} does not exist; {near}")

@@ -219,6 +219,10 @@ def _files_by_split(folder: Path) -> tuple[_Format, dict[str, list[Path]]]:
             by_split.setdefault(matched["split"], []).append(path)
         if by_split:
             return form, by_split
+    if inner := sorted({path.parent.name for suffix in _SUFFIXES for path in folder.glob(f"*/*{suffix}")}):
+        raise ValueError(
+            f"the data path {folder} has its files in the folders {', '.join(inner)}; add one to the path: …/{inner[0]}"
+        )
     raise ValueError(
         f"the data path {folder} is a folder without a data set: neither dataset_dict.json nor state.json, as save_to_disk of "
         "datasets writes them, nor files such as train.parquet, train.jsonl or train.csv"

@@ -184,6 +184,13 @@ def test_a_list_of_files_is_a_list_of_sources() -> None:
     assert any("every file gives as many prompts" in sentence for sentence in left)
 
 
+@pytest.mark.parametrize(("name", "path"), [("main", "hub:openai/gsm8k/main"), ("default", "hub:openai/gsm8k")])
+def test_a_configuration_of_a_data_set_is_its_folder(name: str, path: str) -> None:
+    made, left = convert("trl", f"{{dataset_name: openai/gsm8k, dataset_config: {name}}}")
+    assert made["data.train"] == path
+    assert not any("dataset_config" in sentence for sentence in left)
+
+
 def test_all_linear_is_spelled_as_in_peft() -> None:
     made = convert("trl", "{use_peft: true, lora_target_modules: all-linear}")[0]
     lora = load_run(None, [f"model.lora.target_modules={made['model.lora.target_modules']}"]).model.lora

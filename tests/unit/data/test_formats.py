@@ -220,6 +220,9 @@ def test_names_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
     damaged = Path(save_to_disk(tmp_path / "damaged", ROWS))
     (damaged / "data-00000-of-00001.arrow").write_bytes(b"nothing")
     (tmp_path / "empty").mkdir()
+    for name in ("main", "socratic"):
+        (tmp_path / "inner" / name).mkdir(parents=True)
+        write_parquet(tmp_path / "inner" / name / "train-00000-of-00001.parquet", ROWS)
     for each, message in (
         (twice, rf"^{twice}, row 2: the id 'x' was used before, in {twice}, row 1; ids must differ"),
         (str(tmp_path / "none.jsonl"), r"none\.jsonl does not exist"),
@@ -232,6 +235,7 @@ def test_names_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         (source(cut), r"cut\.parquet cannot be read as Parquet: "),
         (source(lost), r"is not whole: .*data-00000-of-00001\.arrow is missing; copy it again"),
         (source(damaged), r"data-00000-of-00001\.arrow cannot be read as Arrow: "),
+        (source(tmp_path / "inner"), "has its files in the folders main, socratic; add one to the path: …/main"),
         (source(tmp_path / "empty"), "is a folder without a data set: neither dataset_dict.json nor state.json"),
     ):
         with pytest.raises(ValueError, match=message):

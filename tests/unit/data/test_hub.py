@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.api import prepare_run
-from tepo_megatron.runtime.hub import hub_folder
+from tepo_megatron.runtime.hub import download_advice, hub_folder
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tools.faults.workshop import make_rollouts
@@ -38,7 +38,7 @@ def answering(repositories: dict[str, Path], asked: list[str]) -> Answer:
     def answer(path: str, _headers: Any, _body: bytes) -> tuple[int, bytes, dict[str, str]]:
         asked.append(path)
         for name, folder in repositories.items():
-            files = {file.name: file.read_bytes() for file in folder.iterdir()}
+            files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
             if path.startswith(f"/api/{name}/revision/main"):
                 siblings = [{"rfilename": file} for file in files]
                 return 200, json.dumps({"id": name.partition("/")[2], "sha": COMMIT, "siblings": siblings}).encode(), {}
@@ -58,8 +58,10 @@ def answering(repositories: dict[str, Path], asked: list[str]) -> Answer:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was asked of it. It has the model me/tiny and the data me/sums."""
-    (tmp_path / "sums").mkdir()
-    write_jsonl(tmp_path / "sums" / "train.jsonl", [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(9)])
+    (tmp_path / "sums/main").mkdir(parents=True)
+    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(9)]
+    write_jsonl(tmp_path / "sums" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "sums/main/train-00000-of-00001.jsonl", rows[:2])
     asked: list[str] = []
     repositories = {"models/me/tiny": resolve_model_path("builtin:tiny"), "datasets/me/sums": tmp_path / "sums"}
     with http_server(answering(repositories, asked)) as address:
@@ -77,6 +79,8 @@ def test_a_model_and_its_problems_are_downloaded_once(hub: list[str]) -> None:
     used = {file.name for file in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.model"} <= used <= {file.name for file in local.iterdir()}
     assert all((folder / name).read_bytes() == (local / name).read_bytes() for name in used)
+    assert [problem.answer for problem in load_problems("hub:me/sums/main")] == ["1", "2"]
+    assert not [path for path in hub if path.endswith("/train.jsonl")]
     assert [problem.answer for problem in load_problems(SourceConfig(path="hub:me/sums"))] == [str(n + 1) for n in range(9)]
     hub.clear()
     assert resolve_model_path("hub:me/tiny") == folder
@@ -109,6 +113,7 @@ def test_a_plan_downloads_the_shape_alone(hub: list[str]) -> None:
     ("path", "message"),
     [
         ("hub:nobody/nothing", "hub:nobody/nothing cannot be downloaded from the Hugging Face hub: "),
+        ("hub:me/tiny/onnx", "names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME"),
         ("hub:../../etc", "names nothing on the Hugging Face hub; write hub:ORGANISATION/NAME"),
     ],
 )
@@ -119,8 +124,10 @@ def test_what_the_hub_lacks_is_said_in_a_sentence(path: str, message: str, hub: 
 
 def test_a_job_of_several_nodes_is_refused_and_says_what_to_run() -> None:
     done = invoke("launch", "--dry-run", EXAMPLES / "llama3.3-70b/run.yaml", "model.path=hub:a/b@c", code=1)
-    command = "hf download a/b --revision c --local-dir FOLDER"
-    assert f"the nodes of a job download nothing; run '{command}'" in " ".join(done.stderr.split())
+    command = "hf download a/b --repo-type dataset --revision c --local-dir FOLDER"
+    assert download_advice("hub:a/b/main/x@c", "dataset", "here") == f"run '{command}' here, and name FOLDER/main/x"
+    advice = "run 'hf download a/b --revision c --local-dir FOLDER' on a disk that all of them see, and name FOLDER"
+    assert f"the nodes of a job download nothing; {advice}\n" in " ".join(done.stderr.split()) + "\n"
 
 
 def test_the_models_of_a_run_are_downloaded_before_ranks_start(hub: list[str], tmp_path: Path) -> None:
