@@ -16,8 +16,9 @@ from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
-from tepo_megatron.run.output.resume import Resumed, resolve_dtype
+from tepo_megatron.run.output.resume import Resumed, resolve_dtype, resumes
 from tepo_megatron.run.rank0 import Rank0
+from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
@@ -96,6 +97,8 @@ def _open_rank0(
     config: RunConfig, model_dir: Path, extensions: Extensions, heartbeat: Heartbeat, stack: contextlib.ExitStack
 ) -> Rank0:
     inputs = Inputs.read(config, model_dir, has_reward=extensions.reward is not None)
+    if resumes(config):
+        RolloutCollector.changed_order(Resumed.find(config, model_dir).state, inputs.order, config)
     callbacks = Callbacks.of(config, extensions.callbacks)
     collect = load_collect(config, extensions.collect)
     task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written

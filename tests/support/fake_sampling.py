@@ -24,6 +24,7 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import SubmitOptions
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.sampler.sampling import Sample, Sampling
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.protocol import RewardResult
 
 MAX_NEW_TOKENS = 8
@@ -191,7 +192,8 @@ def collector(
     tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_: [len(prompt), 3], unk_id=None)
     tokenizer.decode = lambda ids: " ".join(map(str, ids))
     by_id, spec = {problem.id: problem for problem in problems}, SimpleNamespace(vocab_size=50)
-    inputs: Any = SimpleNamespace(train=list(problems), by_id=by_id, tokenizer=tokenizer, spec=spec)
+    order = ProblemSampler.of(problems, config.data, config.seed)
+    inputs: Any = SimpleNamespace(train=list(problems), order=order, by_id=by_id, tokenizer=tokenizer, spec=spec)
     journal, rewards = Journal(config, print, print), StepRewards(config, print)
     collected_by = RolloutCollector(
         config,

@@ -30,6 +30,7 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.protocol import RewardResult, Task
 from tepo_megatron.trainer.run_compatibility import is_allowed
 
@@ -269,18 +270,25 @@ class RolloutCollector:
     def state(self) -> dict[str, Any]:
         return self._buffer.state()
 
-    def restore(self, state: Mapping[str, Any]) -> list[str]:
+    @staticmethod
+    def changed_order(state: Mapping[str, Any], order: ProblemSampler, config: RunConfig) -> list[str]:
         """Returns the changed fields for which the problems are drawn from the beginning. Raises ValueError for other
         problems or another seed, unless ``train.allow_change`` permits them.
         """
         if "sampler" not in state:
             raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
-        saved, present, allowed = state["sampler"], self._buffer.order.state(), self._config.train.allow_change
+        saved, present = state["sampler"], order.state()
         differing = [name for name, key in (("data.train", "problems"), ("seed", "seed")) if saved[key] != present[key]]
-        if differing and all(is_allowed(name, allowed) for name in differing):
-            return differing
-        self._buffer.restore(saved)
-        return []
+        if not all(is_allowed(name, config.train.allow_change) for name in differing):
+            order.restore(saved)  # which raises
+        return differing
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Returns and raises as ``changed_order``."""
+        differing = self.changed_order(state, self._buffer.order, self._config)
+        if not differing:
+            self._buffer.restore(state["sampler"])
+        return differing
 
     def close(self) -> None:
         if self._thread is not None:

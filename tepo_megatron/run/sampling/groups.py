@@ -18,7 +18,6 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.step_rewards import GroupFilters
-from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import RewardResult
 
@@ -89,7 +88,7 @@ class GroupBuffer:
         self._size = config.rollout.prompts_per_step
         self._encode = partial(episode_prompt, config.environment, inputs.tokenizer)
         self._by_id, self._filters = inputs.by_id, GroupFilters(config.rollout)
-        self.order, self.window = ProblemSampler.of(inputs.train, config.data, config.seed), window
+        self.order, self.window = inputs.order, window
         self.changed = threading.Condition(threading.RLock())
         self.waiting: deque[Group] = deque()
         self.running: dict[int, Group] = {}

@@ -15,7 +15,7 @@ from tepo_megatron.run.output.resume import resumes
 from tepo_megatron.run.sampling.step_rewards import GroupFilters
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, record_path
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sources import TOO_LONG, Source
+from tepo_megatron.tasks.data.sources import TOO_LONG, ProblemSampler, Source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
@@ -35,6 +35,7 @@ class Inputs:
     spec: ModelSpec
     tokenizer: Tokenizer
     train: list[Problem]
+    order: ProblemSampler
     heldout: list[Problem]
     left_out: list[str]
     sets: Sequence[EvaluationSet] = ()
@@ -87,7 +88,8 @@ class Inputs:
             _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")
         left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
         problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
-        return cls(model_dir, spec, tokenizer, problems, unseen, left_out, sets)
+        order = ProblemSampler.of(problems, config.data, config.seed)
+        return cls(model_dir, spec, tokenizer, problems, order, unseen, left_out, sets)
 
     @cached_property
     def by_id(self) -> Mapping[str, Problem]:

@@ -190,7 +190,7 @@ class ProblemSampler:
         if state["problems"] != self._digest:
             raise ValueError(
                 f"the {self._what} not those of the checkpoint, so its data order cannot be continued; {self._remedy}, or "
-                "start a new run from the checkpoint's weights"
+                "have the problems drawn from the beginning: train.allow_change=[data.train]"
             )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint's data order has seed {state['seed']}, this run has seed = {self._seed}; set it")

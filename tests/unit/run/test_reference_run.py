@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import is_ours
-from tepo_megatron.run import training
+from tepo_megatron.run import rank0, training
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.run.output.status import run_status
@@ -21,6 +21,7 @@ from tepo_megatron.runtime.run_lock import FILE
 from tepo_megatron.sampler.fleet.external import shared_key
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tasks.protocol import Task
+from tests.support.data_files import write_jsonl
 from tests.support.fake_sampling import Killed
 from tests.support.reference_sampler import ReferenceSampler
 
@@ -206,6 +207,17 @@ def test_a_resumed_run_goes_back_where_the_whole_one_would_have(reference_run: A
     reference_run({"train": {"steps": 5, **settings}}).run()
     resumed = reference_run({"train": {"steps": 6, **settings}}, spikes=[1]).run()
     assert resumed.noted("load") == ["load step_000005"] * 2
+
+
+def test_other_problems_are_refused_before_servers_start(
+    reference_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"train.steps": 1, "train.save_every": 1, "train.resume": "auto"}
+    reference_run(settings).run()
+    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)])
+    monkeypatch.setattr(rank0, "make_sampler", lambda *_, **__: pytest.fail("servers are started"))
+    with pytest.raises(ValueError, match=r"not those of the checkpoint, .* train\.allow_change=\[data\.train\]"):
+        reference_run({**settings, "train.steps": 2, "data.train": other}).run()
 
 
 RESUMED: dict[str, Any] = {"train": {"steps": 2, "save_every": 1, "resume": "auto"}, "evaluate.every": 2}
