@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -42,9 +43,13 @@ class _Commands(TyperGroup):
             print_error(str(error))
             raise typer.Exit(1) from error
         except OSError as error:
-            if wants_traceback() or error.filename is None:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if wants_traceback() or (error.filename is None and not is_full):
                 raise
-            print_error(f"cannot use {error.filename}: {error.strerror}; correct that, or give another path")
+            what, hint = f"cannot use {error.filename}", "correct that, or give another path"
+            if error.filename is None:  # of a write, not of opening a file
+                what, hint = "a file cannot be written", "make room and repeat the command, with --resume where it has that"
+            print_error(f"{what}: {error.strerror}; {hint}")
             raise typer.Exit(1) from error
         except ModuleNotFoundError as error:
             if wants_traceback() or error.name not in _NOT_TO_SUBMIT:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.core.problem import reward_fault
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.evaluation import SetResult
@@ -35,13 +36,13 @@ def model_state(folder: Path) -> str:
 
 def write_results(folder: Path, result: SetResult, *, model: Path | str, state: str, seed: int) -> dict[str, Interval]:
     """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses. ``state``: ``model_state``."""
-    folder.mkdir(parents=True, exist_ok=True)
     of, lines, name = result.of, [], result.of.name or "data.heldout"  # no set's name has a dot
     for problem in result.problems:
         about = repr((problem.problem.prompt, problem.problem.answer)).encode("utf-8", "backslashreplace")
         row = {**problem.row(), "digest": sha256(about).hexdigest()[:16], "figures": problem.figures}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    (folder / f"{name}.json").unlink(missing_ok=True)  # otherwise a death from here on would leave old settings beside new rows
+    write_atomically(folder / f"{name}.jsonl", "".join(lines))
     intervals = {name: interval(name, values) for name, values in result.figures.items()}
     settings = {
         "model": str(model),
@@ -61,7 +62,7 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, state: 
     }
     figures = {name: asdict(value) for name, value in intervals.items()}
     summary = {"set": name, "settings": settings, "figures": figures, "failed": len(result.errors)}
-    (folder / f"{name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / f"{name}.json", json.dumps(summary, indent=2) + "\n")
     return intervals
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -17,6 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import parse_json
@@ -134,13 +136,12 @@ def _without_trainer(server: ServerConfig) -> ServerConfig:
 
 
 def _write(output: Path, result: EvaluationResult) -> None:
-    output.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = dict(result.metrics)
     if result.num_problems:
         figures |= {"k": result.k, "problems": result.num_problems, "response_len/mean": result.mean_response_len}
-    (output / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_atomically(output / "metrics.json", json.dumps(figures, indent=2) + "\n")
     rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.samples)
-    (output / "samples.jsonl").write_text(rows, encoding="utf-8", errors="backslashreplace")
+    write_atomically(output / "samples.jsonl", rows)
 
 
 def _table(model: Path | str, source: str, result: EvaluationResult, left_out: int) -> Table:
@@ -220,5 +221,5 @@ def _read(path: Path) -> dict[str, list[list[Any]]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: no responses: {error!r}; remove the file, or leave --resume out") from error
     if lines[-1]:
-        path.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
+        os.truncate(path, path.stat().st_size - len(lines[-1]))  # needs no room on the disk
     return results

@@ -4,6 +4,7 @@ reads them, what was answered, and why it got its reward.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -131,6 +133,13 @@ def test_what_a_command_cannot_use_is_a_sentence_and_exit_code_1(
     assert result.stderr.startswith("error: ")
     assert said in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_a_write_finds_full_is_a_sentence(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes, unlike opening, raise errors without a file's name."""
+    monkeypatch.setattr("typer.core.TyperGroup.invoke", Mock(side_effect=OSError(code, "it is full")))
+    assert invoke("config", code=1).stderr.startswith("error: a file cannot be written: it is full; make room and repeat")
 
 
 def test_a_package_that_submitting_does_not_need_is_missing_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

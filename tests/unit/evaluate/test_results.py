@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.evaluate.results import compare_results, model_state, read_results, write_results
 from tepo_megatron.tasks.evaluate.standalone import StoredResponses
 from tests.support.cli import invoke
+from tests.support.processes import files_of_at_most
 from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
 
 PROBLEMS = load_problems("builtin:addition-heldout")[:20]
@@ -37,6 +39,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "eval" / "results" / "sums.json").read_text())
     assert summary["figures"]["avg@2"]["mean"] == 0.125
     assert 0 < summary["figures"]["greedy"]["low"] < 0.25 < summary["figures"]["greedy"]["high"] < 0.6
+
+
+def test_a_death_while_results_are_written_again_pairs_no_old_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 5)
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.results.interval", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 6, temperature=1.0)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has no results of an evaluation"):
+        read_results(tmp_path)
+    write(tmp_path, 6, temperature=1.0)
+    assert read_results(tmp_path)["sums"].settings["temperature"] == 1
 
 
 def test_differences_are_paired(tmp_path: Path) -> None:
@@ -162,6 +176,8 @@ def test_an_interrupted_evaluation_asks_only_for_the_rest(tmp_path: Path, model:
         ask(path, Sampler(ends_after=4), model)
     with path.open("a") as file:
         file.write('{"key": "cut o')  # by the kill
+    with files_of_at_most(10):  # a full disk takes nothing of what is there
+        StoredResponses(path, Sampler(), model_state(model), {})
     for missing in (PROMPTS[:2], []):
         sampler = Sampler()
         assert ask(path, sampler, model) == whole
