@@ -255,8 +255,9 @@ class _WandbConfig(Section):
     tags: tuple[Tag, ...] = ()
     """Tags of the run."""
 
-    mode: Literal["online", "offline"] = "online"
-    """``offline``: in ``OUT/wandb`` until ``wandb sync``. ``online``: sent at once, offline if W&B is never reached."""
+    mode: Literal["online", "offline"] | None = None
+    """``offline``: in ``OUT/wandb`` until ``wandb sync``. ``online``: sent at once, offline if W&B is never reached. null:
+    WANDB_MODE or ``wandb offline``, else ``online``."""
 
     def _faults(self) -> Iterator[str]:
         if wrong := [character for character in "/\\#?%:" if character in self.project]:

@@ -80,9 +80,9 @@ class _WandbClient(_Run):
         return str(self._run.id)
 
     def address(self) -> str:
-        if self._mode == "offline":
+        if self._run.offline:
             return f"{self._run.dir.removesuffix('/files')} (wandb sync sends it)"
-        return str(self._run.url)
+        return "disabled, as W&B's own settings say" if self._run.disabled else str(self._run.url)
 
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
         # A run that was resumed online may have rows that a killed process did not count.

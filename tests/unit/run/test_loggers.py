@@ -164,7 +164,7 @@ class Settings:
     def __init__(self, **given): self.given = given
 
 class init:
-    url, step = "https://there/abc", 0
+    url, step, offline, disabled = "https://there/abc", 0, False, False
     def __init__(self, settings, id, dir, config, **given):
         self.id, self.dir, self.config = id, dir, self
         self.tell("init", {"id": id, "settings": settings.given})

@@ -144,19 +144,25 @@ def end_wandbs_own_process(output: Output, said: list[str]) -> None:
 def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails, is resumed, both offline; ``wandb sync`` reads both folders and sends them; then it is resumed online, where a
-    signal to every process of the job ends W&B's own.
+    """It fails, is resumed, both offline as WANDB_MODE says; ``wandb sync`` reads both folders and sends them; then it is
+    resumed online, as the setting says, where a signal to every process of the job ends W&B's own.
     """
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    section: dict[str, Any] = {"project": "tepo", "mode": "offline", "tags": ["tiny"], "group": "seeds"}
+    section: dict[str, Any] = {"project": "tepo", "tags": ["tiny"], "group": "seeds"}
     folder = tmp_path / "out"
-    rows = run_twice(folder, {"wandb": section})
-    folders = sorted(folder.glob("wandb/offline-run-*"))
-    assert len(folders) == 2
     server = WandbServer()
     with http_server(server.answer, {"Content-Type": "application/json"}) as server.url:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        disabled, said = open_run(tmp_path / "disabled", {"wandb": section}, resume=False, lr=1e-4)
+        disabled.write_row(0, {"reward/mean": 0.5})
+        disabled.close()
+        assert said == ["W&B: disabled, as W&B's own settings say"]
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        rows = run_twice(folder, {"wandb": section})
+        folders = sorted(folder.glob("wandb/offline-run-*"))
+        assert (len(folders), server.history, server.ids) == (2, [], set())
         sync = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
         done = subprocess.run(sync, capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
