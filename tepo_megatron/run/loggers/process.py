@@ -31,6 +31,8 @@ _RETRY_S = (30.0, 3600.0)  # rows are dropped for so long after a failure: doubl
 
 _MAX_WAITING_ROWS = 10_000
 
+_NO_SUCH_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the second: it was deleted
+
 _QUIET = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
@@ -132,24 +134,31 @@ class _MlflowClient(_Run):
         uri = self.settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_local = not uri
         self._uri = uri or f"sqlite:///{self._folder / 'mlflow.db'}"
+        self._missing: str | None = None  # the run that this one was to continue
 
     def open(self, run_id: str | None) -> str:
         if self._is_local:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._client: Any = self._mlflow.MlflowClient(self._uri)
+        if run_id is not None:
+            try:
+                self._client.update_run(run_id, status="RUNNING")
+            except self._mlflow.exceptions.MlflowException as error:
+                if error.error_code not in _NO_SUCH_RUN:
+                    raise
+                self._missing, run_id = run_id, None
         if run_id is None:
             experiment, tags = self._experiment(self.settings["experiment_name"]), self.settings["tags"]
             tags = {"mlflow.source.name": "tepo train", **tags}
             run = self._client.create_run(experiment, run_name=self.settings["run_name"] or self.name, tags=tags)
             run_id = run.info.run_id
-        else:
-            self._client.update_run(run_id, status="RUNNING")
         self._run_id = str(run_id)
         self._log_config()
         return self._run_id
 
     def address(self) -> str:
-        return f"run {self._run_id} of {self._uri if self._is_local else 'the tracking server'}"
+        lacks = f", without earlier rows: run {self._missing} is not there" if self._missing else ""
+        return f"run {self._run_id} of {self._uri if self._is_local else 'the tracking server'}{lacks}"
 
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)

@@ -214,4 +214,20 @@ def test_the_database_of_mlflow_has_every_row_and_goes_on_in_the_same_run(
         last = {metric.step: metric.value for metric in history}
         assert last == {row["step"]: row[name] for row in rows if row[name] is not None}
     assert len(client.get_metric_history(run.info.run_id, "reward/mean")) == 6
+    ids = [run.info.run_id]
+    client = MlflowClient(uri := f"sqlite:///{tmp_path / 'other.db'}")
+    for _ in ("on another server", "deleted there"):
+        again, said = open_run(folder, {"mlflow": section["mlflow"] | {"tracking_uri": uri}}, resume=True, lr=2e-4)
+        again.resume_from(4)
+        row = again.write_row(5, {"reward/mean": 0.5})
+        again.finish()
+        again.close()
+        (run,) = client.search_runs([client.get_experiment_by_name("tepo").experiment_id])
+        assert (row["log/failed"], run.info.status, run.data.metrics["reward/mean"]) == (0, "FINISHED", 0.5)
+        assert said[-1].endswith(
+            f"run {run.info.run_id} of the tracking server, without earlier rows: run {ids[-1]} is not there"
+        )
+        client.delete_run(run.info.run_id)
+        ids.append(run.info.run_id)
+    assert len(set(ids)) == 3
     no_secret_in(folder / "mlflow", folder / "logs")
