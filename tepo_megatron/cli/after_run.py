@@ -35,7 +35,7 @@ def _compare(
 ) -> None:
     """Compare two evaluated models, problem by problem: how much better B is than A, with 95 % intervals.
 
-    A star marks an interval that excludes 0.
+    A star marks an interval of six or more problems that excludes 0.
 
     [dim]tepo eval base evaluate.sets.aime.path=aime.jsonl output=out/base[/]
 

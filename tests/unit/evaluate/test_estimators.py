@@ -98,6 +98,8 @@ def test_where_all_problems_are_the_same() -> None:
     assert bootstrap([1.0] * 30, share=True).low == pytest.approx(1 - none.high)
     assert bootstrap([5.0] * 3) == bootstrap([5.0] * 3, share=True)
     assert bootstrap([5.0] * 3).high == 5.0
+    assert [bootstrap([0.1] * count).excludes_zero for count in (1, 5, 6)] == [False, False, True]
+    assert [bootstrap([-0.1, -0.2] * count).excludes_zero for count in (1, 2, 10)] == [False, False, True]
 
 
 @pytest.mark.parametrize("values", [[], [0.5, float("nan")]])

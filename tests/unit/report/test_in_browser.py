@@ -225,10 +225,15 @@ def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: 
         pairs = [[{"at": a, "x": [0, 60]}, {"at": b, "x": [0, 60]}] for a, b in zip(at, other, strict=True)]
         return dict(page.evaluate(ratio % json.dumps(pairs)))
 
-    later = beside([None, None, None], [30, 30, 30])
-    assert (later["n"], later["never"], later["theirs"], later["differs"]) == (3, 3, 0, True)
+    later = beside([None] * 6, [30] * 6)
+    assert (later["n"], later["never"], later["theirs"], later["differs"]) == (6, 6, 0, True)
     np.testing.assert_allclose(spread_of(later), [2, 2, 2])
-    assert beside([20, 20, 20], [None, None, None])["differs"]
+    assert beside([20] * 6, [None] * 6)["differs"]
+    assert beside([19, 20, 21], [None] * 3)["differs"]
+    for pairs in (2, 5):  # without spread
+        assert not beside([20] * pairs, [None] * pairs)["differs"]
+    rounded = "against({value: run => run.at}, [[{at: 0.3}, {at: 0.1}], [{at: 0.5}, {at: 0.3}]]).differs"
+    assert not page.evaluate(rounded)
     assert beside([None, None], [None, None])["n"] == 0
     mixed, alone = beside([50, 50, 40], [25, 25, None]), beside([50], [25])
     assert (mixed["theirs"], mixed["never"]) == (1, 0)

@@ -94,7 +94,9 @@ function against(figure, pairs) {
   }
   const found = estimate(values), nothing = figure.ratio ? 1 : 0;
   if (figure.ratio) for (const key of ['mean', 'low', 'high']) found[key] = found[key] === null ? null : Math.exp(found[key]);
-  const differs = found.low !== null && ((found.low > nothing && !theirs) || (found.high < nothing && !never));
+  // Without spread the interval is a point, and only the sign test remains: below six pairs it cannot reach 5 %.
+  const counts = found.n > 5 || (found.low !== null && found.high - found.low > 1e-9 * Math.abs(found.mean));
+  const differs = counts && ((found.low > nothing && !theirs) || (found.high < nothing && !never));
   return { ...found, differs, never, theirs };
 }
 
