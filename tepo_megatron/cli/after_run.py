@@ -142,7 +142,7 @@ def _report(
         list[str] | None, Option(metavar="NAME", help="Only these, such as 'entropy/*'; may be given more than once.")
     ] = None,
     samples: Annotated[int, Option(min=0, help="At most so many responses of each kind (held out, training, tokens).")] = 3000,
-    size: Annotated[float, Option(min=0.5, help="Megabytes that the page may take, about.")] = 5.0,
+    size: Annotated[float, Option(min=0.5, help="Megabytes of samples, about. Curves (--metrics) come on top.")] = 5.0,
     watch: Annotated[
         int | None, Option(min=2, metavar="SECONDS", help="Write it again and again until the runs end; an open page follows.")
     ] = None,

@@ -386,6 +386,7 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
     size = (tmp_path / "report.html").stat().st_size
     assert json.loads(done.stdout) == {"path": "report.html", "bytes": size, "runs": 1, "samples": 0, "goes_on": False}
     assert "holds no run" in invoke("report", tmp_path / "nothing", code=1).stderr
+    assert "Megabytes of samples" in invoke("report", "--help").stdout
 
 
 def in_place_of_sleep(act: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
