@@ -21,6 +21,10 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
     (samples, correct samples) of each distinct answer; ``num_samples`` includes samples without one.
     """
     counts = [count for count, _ in answers]
+    if k == num_samples:  # one subset, as by default; to count it as below takes seconds for hundreds of samples
+        most = max(counts, default=0)
+        shares = [correct / count for count, correct in answers if count == most]
+        return sum(shares) / len(shares) if shares else 0.0
     silent = num_samples - sum(counts)
     wins = {count: _chance_to_win(count, counts, silent, k) for count in set(counts)}
     return sum(wins[count] * correct / count for count, correct in answers)

@@ -9,6 +9,7 @@ from itertools import combinations
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,6 +53,12 @@ def test_maj_at_k_is_the_mean_over_the_votes_of_all_subsets(
     expected = fmean(accuracy_of_the_vote(subset) for subset in combinations(samples, k))
     found = maj_at_k([(len(tally), sum(tally)) for tally in tallies], len(samples), k)
     assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_vote_of_all_samples_counts_no_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.estimators._chance_to_win", Mock(side_effect=AssertionError))
+    assert maj_at_k([(1 + number % 3, number % 2) for number in range(128)], 255, 255) == pytest.approx(1 / 6)
+    assert maj_at_k([], 3, 3) == 0.0
 
 
 def test_many_samples_do_not_overflow() -> None:
