@@ -190,7 +190,7 @@ class EarlyStopping:
                 f"patience = {patience} must be 1 or more, mode = {mode!r} max or min, min_delta = {min_delta:g} 0 or more"
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
-        self._seen: list[tuple[int, float]] = []  # larger is better
+        self._seen: list[tuple[int, float, int, int]] = []  # step, and best (the largest), best_step and waited after it
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
@@ -208,14 +208,13 @@ class EarlyStopping:
         value = value_in(row, self.metric)
         if value is None or math.isnan(value):
             return False
-        stayed = [(earlier, level) for earlier, level in self._seen if earlier < step]  # train.rollback undid the others
-        self._seen = [*stayed, (step, value if self.mode == "max" else -value)]
-        self.best, self.best_step, self.waited = -math.inf, 0, 0
-        for at_step, level in self._seen:
-            if level > self.best + self.min_delta:
-                self.best, self.best_step, self.waited = level, at_step, 0
-            else:
-                self.waited += 1
+        while self._seen and self._seen[-1][0] >= step:  # train.rollback undid them
+            self._seen.pop()
+        _, best, best_step, waited = self._seen[-1] if self._seen else (0, -math.inf, 0, 0)
+        level = value if self.mode == "max" else -value
+        improved = level > best + self.min_delta
+        self.best, self.best_step, self.waited = (level, step, 0) if improved else (best, best_step, waited + 1)
+        self._seen.append((step, self.best, self.best_step, self.waited))
         return True
 
 

@@ -159,6 +159,20 @@ def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: 
     assert is_ours(caught.value)
 
 
+def test_early_stopping_compares_a_row_once() -> None:
+    """It compared all rows at every row: 8,000 of a resumed run took a quarter of a minute."""
+    compared: list[float] = []
+
+    class Value(float):
+        def __gt__(self, other: float) -> bool:
+            compared.append(self)
+            return float(self) > other
+
+    rows = [{"step": step, "loss": Value(step)} for step in range(100)]
+    EarlyStopping("loss").on_run_begin(RunInfo(RunConfig(), 100, rows))
+    assert compared == list(range(100))
+
+
 @given(
     values=st.lists(st.one_of(st.none(), st.just(math.nan), st.floats(-10, 10)), max_size=30),
     patience=st.integers(1, 4),
@@ -190,7 +204,7 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
             break
     assert found == expected
     stopping = EarlyStopping("loss", 3, "min")
-    for step, value in ((1, 4.0), (2, 1.0), (2, 5.0), (3, 5.0)):  # a rollback undid the first step 2
+    for step, value in ((1, 4.0), (2, 1.0), (3, 2.0), (2, 5.0), (3, 5.0)):  # a rollback undid the first steps 2 and 3
         stopping.on_step_end(step, {"loss": value})
     with pytest.raises(Stop, match="loss was 4 at step 1"):
         stopping.on_step_end(4, {"loss": 5.0})
