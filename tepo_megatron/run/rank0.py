@@ -243,7 +243,7 @@ class Rank0:
         written = self.output.write_row(step, {**figures, **split, **dict.fromkeys(LOST, 0.0), **self.lost})
         self.lost.clear()
         self.servers.report_servers()
-        self.retention.after_row(step)
+        self.retention.after_row(step, written)
         for sentence in self._objective_watch.noise(figures):
             self.output.message(sentence)
         self.callbacks.tell("on_step_end", step, step, written)

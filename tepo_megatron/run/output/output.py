@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -237,8 +238,13 @@ class Retention:
         self._folder, self._metrics = config.output / "checkpoints", config.output / "metrics.jsonl"
         self._said_missing = self._said_unreadable = False
         self._seen = max(map(step_of, checkpoints(self._folder)), default=0)
+        self._values: dict[int, Any] = {}  # of keep_best.metric
+        self._has_read = False
 
-    def after_row(self, step: int) -> None:
+    def after_row(self, step: int, row: Mapping[str, Any] | None = None) -> None:
+        if row is not None and self._train.keep_best is not None:
+            value = value_in(row, self._train.keep_best.metric)
+            self._values[step] = None if value is None or not math.isfinite(value) else float(value)
         present = {step_of(path): path for path in checkpoints(self._folder)}
         newest = max(present, default=0)
         if newest > step or newest == self._seen:
@@ -265,8 +271,10 @@ class Retention:
         best = self._train.keep_best
         if best is None:
             return None
-        values: dict[int, Any] = {row["step"]: value_in(row, best.metric) for row in read_metrics(self._metrics)}
-        measured = {step: values[step] for step in steps if isinstance(values.get(step), int | float)}
+        if not self._has_read:  # once: all ranks wait
+            of_file = {row["step"]: value_in(row, best.metric) for row in read_metrics(self._metrics)}
+            self._values, self._has_read = of_file | self._values, True
+        measured = {step: self._values[step] for step in steps if self._values.get(step) is not None}
         if not measured and not self._said_missing:
             self._said_missing = True
             self._say(f"train.keep_best.metric = {best.metric} is in no row of a step that was saved: none is kept as the best")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Retention
 from tepo_megatron.run.output.resume import Resumed, of_attempt, prepare_folder, resolve_dtype
 from tepo_megatron.runtime.restarts import named_job
@@ -397,8 +399,9 @@ def run(out: Path, values: dict[int, float | None], *overrides: str, said: list[
     for step, value in values.items():
         make_whole(out / "checkpoints", step, ranks=1)
         with (out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step} | ({} if value is None else {"reward/mean": value})) + "\n")
-        retention.after_row(step)
+            row = {"step": step} | ({} if value is None else {"reward/mean": value})
+            file.write(json.dumps(row) + "\n")
+        retention.after_row(step, row)
     return [step_of(path) for path in checkpoints(out / "checkpoints")]
 
 
@@ -428,6 +431,22 @@ def test_the_best_is_the_newest_of_equals_also_of_an_earlier_run_and_a_metric_th
     assert run(tmp_path / "a", {4: 0.2, 5: 0.3}, BEST, "train.keep_checkpoints=1") == [2, 5]
     assert run(tmp_path / "b", {1: None, 2: None, 3: None}, BEST, said=said) == [2, 3]
     assert said == ["train.keep_best.metric = reward/mean is in no row of a step that was saved: none is kept as the best"]
+
+
+def test_rows_are_read_once_and_of_a_step_that_is_done_again_the_last_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Mock(wraps=read_metrics)
+    monkeypatch.setattr("tepo_megatron.run.output.output.read_metrics", reads)
+    retention = Retention(load_run(None, [f"output={tmp_path}", BEST, "train.keep_checkpoints=1"]), print)
+    make_whole(tmp_path / "checkpoints", 1, ranks=1)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    for step, value, saves in ((2, 0.4, True), (3, 0.9, False), (3, 0.1, True), (4, math.inf, True)):
+        if saves:
+            make_whole(tmp_path / "checkpoints", step, ranks=1)
+        retention.after_row(step, {"reward/mean": value})
+    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [1, 4]
+    assert reads.call_count == 1
 
 
 def test_rows_that_cannot_be_read_are_said_once_and_cost_no_checkpoint(tmp_path: Path) -> None:

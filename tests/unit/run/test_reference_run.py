@@ -88,6 +88,13 @@ def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(refe
     assert [path.name for path in (run.config.output / "checkpoints").iterdir()] == ["step_000003"]
 
 
+def test_the_best_checkpoint_is_known_from_rows_that_were_never_read(reference_run: Any) -> None:
+    train = {"steps": 2, "save_every": 1, "keep_checkpoints": 1, "keep_best": {"metric": "lr"}}
+    run = reference_run({"train": train}).run()
+    assert run.rows[1]["lr"] <= run.rows[2]["lr"]
+    assert [path.name for path in (run.config.output / "checkpoints").iterdir()] == ["step_000002"]
+
+
 @PLACEMENTS
 def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
     placement: dict[str, Any], reference_run: Any, tmp_path: Path
