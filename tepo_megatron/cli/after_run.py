@@ -208,8 +208,8 @@ def _samples(
     [dim]tepo samples out/tiny --train --step 20[/]
     """
     path = _find_samples(output, train=train)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = list(parse_samples(path, lines[:-1]))  # a cut-off last line is skipped
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        rows = list(parse_samples(path, (line for line in file if line.endswith("\n"))))  # a cut-off last line is skipped
     for key, value in (("set", of_set), ("step", step), ("problem", problem)):
         rows = rows if value is None else _that_have(rows, path, key, value)
     if not rows:

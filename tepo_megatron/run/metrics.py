@@ -33,8 +33,8 @@ class MetricsWriter(LogFile):
         self.last_step: int | None = None
         self._events = _EventsFile(output / "tensorboard", failed) if tensorboard else None
         self.path.touch()
-        rows, self.cut = self.read("row of metrics")
-        self._rewrite(rows)
+        self.cut = self.is_cut()
+        self._rewrite(list(self.read("row of metrics")))
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         numbers = {key: value if isinstance(value, int) else float(value) for key, value in row.items() if key != "step"}
@@ -68,7 +68,7 @@ class MetricsWriter(LogFile):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
-    rows = LogFile(path).read("row of metrics")[0]
+    rows = list(LogFile(path).read("row of metrics"))
     for number, row in enumerate(rows, start=1):
         for name, value in row.items():
             is_huge = isinstance(value, int) and abs(value) > sys.float_info.max

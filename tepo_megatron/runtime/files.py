@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,10 +83,20 @@ class LogFile:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def read(self, what: str) -> tuple[list[dict[str, Any]], bool]:
-        """Also returns whether a crash cut off the last line. Raises ValueError for other lines without an integer ``step``."""
-        lines, cut = read_lines(self.path)
-        return list(parse_samples(self.path, lines, what, numbered=True)), cut
+    def read(self, what: str) -> Iterator[dict[str, Any]]:
+        """Leaves out a last line that a crash cut off. Raises ValueError for other lines without an integer ``step``."""
+        return parse_samples(self.path, read_lines(self.path), what, numbered=True)
+
+    def is_cut(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+
+    def cut_after(self, step: int, what: str) -> None:
+        """Drops all from the first line of a later step on, and a line that a crash cut off. Raises ValueError as ``read``."""
+        remaining = sum(1 for _ in takewhile(lambda row: row["step"] <= step, self.read(what)))
+        with self.path.open("rb") as file:
+            size = sum(map(len, islice(file, remaining)))
+        os.truncate(self.path, size)
 
     def append(self, piece: bytes) -> None:
         self._waiting.append(piece)
@@ -107,17 +118,19 @@ class LogFile:
             self._failed(self.path, error)
 
 
-def read_lines(path: Path) -> tuple[list[str], bool]:
-    """Returns complete lines, and whether a crash cut off one more. Raises ValueError unless UTF-8."""
-    # Not splitlines(): a response may contain characters that it, unlike JSON, treats as the end of a line.
-    *lines, rest = path.read_bytes().split(b"\n")
-    result = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            result.append(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line); remove the line") from error
-    return result, bool(rest)
+def read_lines(path: Path) -> Iterator[str]:
+    """Leaves out a last line that a crash cut off. Raises ValueError unless UTF-8."""
+    # Not as text: a response may contain characters that Python, unlike JSON, treats as the end of a line.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                text = line[:-1].decode("utf-8")
+            except UnicodeDecodeError as error:
+                where = f"byte {error.start} of the line"
+                raise ValueError(f"{path}:{number}: not UTF-8 text ({where}); remove the line") from error
+            yield text
 
 
 def parse_samples(

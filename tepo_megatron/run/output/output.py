@@ -70,7 +70,10 @@ class Output:
             # A resumed run writes it when the checkpoint has been accepted.
             write_atomically(self.folder / "resolved.yaml", dump_resolved(self._config))
         present = [file for file in (self._samples, self._train_samples) if file.path.exists()]
-        cut = [file.path for file in present if file.read("sample")[1]]
+        for file in present:
+            for _ in file.read("sample"):  # raises for a damaged one, before anything is changed
+                pass
+        cut = [file.path for file in present if file.is_cut()]
         self._metrics = MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
         return [*([self._metrics.path] if self._metrics.cut else []), *cut]
 
@@ -90,11 +93,8 @@ class Output:
             # An evaluation without its row is done again; a step is not.
             for file, last in ((self._samples, logged), (self._train_samples, step)):
                 file.forget_after(step)
-                path = file.path
-                samples, cut = file.read("sample") if path.exists() else ([], False)
-                remaining = [row for row in samples if row["step"] <= last]
-                if cut or len(remaining) < len(samples):
-                    write_atomically(path, _as_lines(remaining))
+                if file.path.exists():
+                    file.cut_after(last, "sample")
             self.tokens.forget_after(step)
         return forgotten
 

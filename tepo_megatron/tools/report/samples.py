@@ -36,7 +36,7 @@ class SampleGroup:
         if kind == "tokens":
             return _token_groups(run, folder)
         path = folder / FILES[kind]
-        rows: list[Row] = list(parse_samples(path, read_lines(path)[0])) if path.is_file() else []
+        rows: list[Row] = list(parse_samples(path, read_lines(path))) if path.is_file() else []
         try:
             if kind == "heldout":
                 return [_group(run, kind, row, _evaluated(row)) for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_a_resumed_run_forgets_what_came_after_the_checkpoint_and_samples_withou
     output.write_row(checkpoint + 1, {})
     assert output.last_step == checkpoint + 1
     output.close()
+
+
+def test_a_resumed_run_never_has_all_samples_in_memory(tmp_path: Path) -> None:
+    for name in ("samples", "train_samples"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"step": step, "response": "a" * 100_000} for step in range(1, 101)])
+    write(tmp_path / "metrics.jsonl", range(100))
+    tracemalloc.start()
+    output, _ = open_output(tmp_path, train=RESUMED)
+    output.resume_from(90)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    output.close()
+    assert peak < 0.25 * (tmp_path / "samples.jsonl").stat().st_size
+    assert steps(tmp_path / "samples.jsonl") == steps(tmp_path / "train_samples.jsonl") == list(range(1, 91))
 
 
 def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_the_old_rows(tmp_path: Path) -> None:
