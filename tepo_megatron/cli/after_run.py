@@ -118,9 +118,11 @@ def _status(
     clears = watch and sys.stdout.isatty() and not as_json
     shown: list[str] = []
     while True:
-        lines, goes_on = run_status(output)
         if as_json:
-            lines = [json.dumps(status_record(output), ensure_ascii=False)]
+            record = status_record(output)
+            lines, goes_on = [json.dumps(record, ensure_ascii=False)], record["runs"]
+        else:
+            lines, goes_on = run_status(output)
         if clears:
             sys.stdout.write("\x1b[2J\x1b[H")
         if clears or lines != shown:

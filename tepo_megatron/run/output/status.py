@@ -19,10 +19,18 @@ _SILENT_S = 60.0  # silence after which a rank on another machine may be gone
 _GONE, _SILENT = ": GONE", ": SILENT"
 
 
-def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:
-    """Returns lines, and whether the run continues. Raises ValueError if the folder holds no run."""
-    config, rows, records = _read(output)
-    now = time.time() if now is None else now
+def run_status(
+    output: Path, *, now: float | None = None, rows: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[list[str], bool]:
+    """Returns lines, and whether the run continues. ``rows``: its metrics, where they are read already. Raises ValueError if
+    the folder holds no run.
+    """
+    return _status(output, *_read(output, rows), time.time() if now is None else now)
+
+
+def _status(
+    output: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], records: Sequence[RankRecord], now: float
+) -> tuple[list[str], bool]:
     root = next((record for record in records if record.rank == 0), None)
     is_running = root is not None and not root.ended and not _trouble(root, now).startswith((_GONE, _SILENT))
     lines = [f"{config['name']}: {_head(root, rows, config, now, is_running)}"]
@@ -35,8 +43,8 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
 
 
 def status_record(output: Path) -> dict[str, Any]:
-    lines, is_running = run_status(output)
     config, rows, records = _read(output)
+    lines, is_running = _status(output, config, rows, records, time.time())
     evaluated = [row for row in rows if evaluation_line(row) or set_lines(row)]
     return {
         "name": config["name"],
@@ -52,7 +60,9 @@ def status_record(output: Path) -> dict[str, Any]:
     }
 
 
-def _read(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[RankRecord]]:
+def _read(
+    output: Path, rows: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[dict[str, Any], Sequence[Mapping[str, Any]], list[RankRecord]]:
     resolved, metrics = output / "resolved.yaml", output / "metrics.jsonl"
     if not resolved.is_file():
         raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
@@ -60,7 +70,9 @@ def _read(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[Rank
     config = read_yaml(resolved)
     match config:
         case {"name": str(), "output": str(), "train": {"steps": int()}}:
-            return config, read_metrics(metrics) if metrics.is_file() else [], records
+            if rows is None:
+                rows = read_metrics(metrics) if metrics.is_file() else []
+            return config, rows, records
     raise ValueError(f"{resolved} lacks name, output or train.steps of a run, or is damaged; restore it")
 
 

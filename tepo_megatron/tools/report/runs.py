@@ -105,7 +105,7 @@ class Run:
         if not resolved.is_file():
             return cls(name, folder, rows, said="only its metrics are here")
         settings = _settings(resolved)
-        lines, goes_on = run_status(folder)
+        lines, goes_on = run_status(folder, rows=rows)
         begins = (
             not rows and not any((folder / "status").glob("rank-*.json")) and time.time() - resolved.stat().st_mtime < _BEGINS_S
         )

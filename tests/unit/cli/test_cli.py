@@ -26,6 +26,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.token_samples import train_samples
+from tepo_megatron.runtime.files import read_lines
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.checkpoints import make_whole
@@ -248,7 +249,7 @@ def samples(*words: object) -> str:
     return invoke("samples", *words).stdout
 
 
-def test_tables_as_json(tmp_path: Path) -> None:
+def test_tables_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_whole(tmp_path / "checkpoints", 2)
     assert [each["checkpoint"] for each in as_json("checkpoint", "list", tmp_path)] == ["step_000002"]
     assert as_json("checkpoint", "verify", tmp_path)[0]["found"].startswith("whole")
@@ -260,7 +261,11 @@ def test_tables_as_json(tmp_path: Path) -> None:
     assert objectives["corrections"]
     (tmp_path / "resolved.yaml").write_text("name: mine\noutput: out\ntrain: {steps: 9}\nevaluate: {samples: 2}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy/greedy": 0.5}\n{"step": 1, "reward/mean": 0.25}\n')
+    read = Mock(wraps=read_lines)
+    monkeypatch.setattr("tepo_megatron.runtime.files.read_lines", read)
+    as_json("report", tmp_path)
     status = as_json("status", tmp_path)
+    assert [call.args[0].name for call in read.mock_calls] == ["metrics.jsonl"] * 2  # once each: what they say agrees
     assert (status["name"], status["runs"], status["step"], status["steps"]) == ("mine", False, 1, 9)
     assert status["last_evaluation"] == {"step": 0, "accuracy/greedy": 0.5}
     (tmp_path / "resolved.yaml").write_text("name: mine\noutput: out\n")

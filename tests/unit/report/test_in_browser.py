@@ -291,7 +291,7 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Any, html: Path) ->
 
 
 def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], True))
+    monkeypatch.setattr(runs, "run_status", lambda folder, **_: (["made up: so it stands"], True))
     folder, path = write_run(tmp_path / "run", steps=40, recorded=(10, 20)), tmp_path / "page.html"
     write_report([folder], path, refresh=2, title="before")
     page.open(path, "tab=samples&kind=tokens&colour=entropy&paused=1")

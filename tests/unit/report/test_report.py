@@ -401,7 +401,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder, page = tmp_path / "run", tmp_path / "run" / "report.html"
     states, seen = iter([True, True, False]), []
     state = "tepo_megatron.tools.report.runs.run_status"
-    monkeypatch.setattr(state, lambda folder: (["made up: so it stands"], next(states)))
+    monkeypatch.setattr(state, lambda folder, **_: (["made up: so it stands"], next(states)))
 
     def sleep(seconds: int) -> None:
         if not folder.exists():  # the command is there before the run
@@ -420,7 +420,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_watching_a_sweep_outlasts_the_time_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first run there is only the row of the first evaluation, which lacks the requested metric."""
     page, seen = tmp_path / "report.html", list[tuple[int, int, int]]()
-    monkeypatch.setattr("tepo_megatron.tools.report.runs.run_status", lambda folder: (["made up: so it stands"], not seen))
+    monkeypatch.setattr("tepo_megatron.tools.report.runs.run_status", lambda folder, **_: (["made up: so it stands"], not seen))
     write_run(tmp_path / "a-seed0", steps=0)
 
     def sleep(seconds: int) -> None:
