@@ -91,7 +91,8 @@ def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.Monkey
     assert stopping.at_risk(8) == "steps 7 to 8 are lost; the newest checkpoint is step_000006"
 
 
-MADE = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
+SUMS = {"entropy/mean": (3.0, 4.0), "ratio/sigma": (12.0, 4.0)}
+MADE = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums=SUMS, extrema={"ratio/max": 1.5, "ratio/min": 0.9})
 SKIPPED = UpdateResult(float("nan"), float("inf"), 0.1, {}, {}, skipped="rank 1: a gradient", not_finite=[{"rank": 1}])
 
 
@@ -164,6 +165,10 @@ def test_skipped_steps_are_counted_and_in_no_mean() -> None:
     assert row == {**made, "update/skipped": 2.0}
     clipped = replace(MADE, sums={**MADE.sums, "clip/share": (1.0, 4.0)})
     assert summarize(pack(rollouts(4)), [SKIPPED, clipped])["clip/share_u2"] == 0.25  # by the number in the step
+    sums, extrema = {"entropy/mean": (1.0, 8.0), "ratio/sigma": (36.0, 8.0)}, {"ratio/max": 1.2, "ratio/min": 0.5}
+    row = summarize(pack(rollouts(4)), [MADE, SKIPPED, replace(MADE, loss=3.0, grad_norm=4.0, sums=sums, extrema=extrema)])
+    expected = {"entropy/mean": 1 / 3, "loss": 2.0, "grad_norm": 3.0, "ratio/sigma": 2.0, "ratio/max": 1.5, "ratio/min": 0.5}
+    assert row == {**made, **expected, "reward/std": 0.5, "update/skipped": 1.0}
     nothing = summarize(pack(rollouts(4)), [SKIPPED])
     assert nothing["update/skipped"] == 1
     assert nothing["loss"] != nothing["loss"]
