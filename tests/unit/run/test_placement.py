@@ -96,6 +96,23 @@ def test_what_a_machine_cannot_do_is_refused(server: dict[str, Any], machine: Ma
         Placement(config(server, platform), machine).check()
 
 
+def test_served_teachers_take_the_gpus_after_all_others() -> None:
+    servers = {"far": {"placement": "external", "registry": "/r"}, "a": {"tp": 2}, "b": {}}
+    teachers = {name: {"path": "/t", "place": "server", "server": server} for name, server in servers.items()}
+    sources = [{"path": "builtin:addition", "name": name, "teacher": name} for name in teachers]
+    sections = {"teachers": teachers, "data": {"train": sources}, "objective": {"preset": "on_policy_distill"}}
+
+    def placed(**server: Any) -> Placement:
+        return Placement(RunConfig.model_validate({**sections, "rollout": {"server": server}}), NODE)
+
+    placed().check()
+    assert placed().teacher_gpus == {"far": 5, "a": 5, "b": 7}
+    assert placed(placement="colocated").teacher_gpus == {"far": 4, "a": 4, "b": 6}
+    assert replace(placed(), machine=LAPTOP).teacher_gpus == {"far": 0, "a": 0, "b": 0}
+    with pytest.raises(ValueError, match=r"teachers\.b is served on GPUs 8 to 8, and this machine has 8"):
+        placed(count=2).check()
+
+
 @pytest.mark.parametrize(
     ("threads", "server", "overlap", "expected"),
     [
