@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
-from tepo_megatron.sampler.vllm.client import Client, ServerGone
+from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, Sender, answer, answer_well, draw_group, fleet_of
 from tests.support.processes import eventually
@@ -86,6 +88,34 @@ def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[
         for server in servers:
             server.released.set()
         assert len(drawn(stream)) == 5
+
+
+def test_a_score_is_asked_of_the_server_with_the_fewest_and_again_after_a_fault(
+    servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, faults, gate = list[str](), list[ServerFault](), threading.Event()
+
+    def score(client: Client, tokens: tuple[int, ...], k: int) -> Any:
+        asked.append(client.url)
+        assert k or gate.wait(TIMEOUT_S)
+        if faults:
+            raise faults.pop()
+        return tokens, k
+
+    monkeypatch.setattr(Client, "score", score)
+    with fleet_of(servers, tmp_path, max_retries=1) as (fleet, reports), ThreadPoolExecutor(1) as pool:
+        ask: Any = fleet.score
+        slow = pool.submit(ask, (1, 5))
+        assert eventually(lambda: bool(asked))
+        quick = [ask((1,), k) for k in (1, 2, 3)]
+        gate.set()
+        assert [slow.result(TIMEOUT_S), *quick] == [((1, 5), 0), ((1,), 1), ((1,), 2), ((1,), 3)]
+        assert asked[1:] == [server.url for server in servers if server.url != asked[0]] * 3
+        for fault, lost in ((ServerFault("nonsense"), 0), (ServerGone("gone"), 1)):
+            faults.append(fault)
+            assert ask((1,), 4) == ((1,), 4)
+            assert len(reports) == lost
+        assert fleet.figures()["requests/retried"] == 2
 
 
 def test_what_a_lost_server_owes_the_other_draws_and_no_more(servers: list[FaultyServer], tmp_path: Path) -> None:
