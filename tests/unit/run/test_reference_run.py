@@ -79,6 +79,11 @@ def test_the_last_step_is_saved_and_its_responses_are_written(reference_run: Any
     assert all(row["prompt"].endswith("=") and row["answer"].isdecimal() for row in rows)
 
 
+def test_a_save_is_due_by_the_clock_too(reference_run: Any) -> None:
+    run = reference_run({"train": {"steps": 2, "save_every": 0, "save_minutes": 1e-9}}).run()
+    assert run.noted("save ") == ["save 1", "save 2"]
+
+
 def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(reference_run: Any) -> None:
     run = reference_run({"train": {"steps": 3, "save_every": 2, "async_save": True, "keep_checkpoints": 1}}).run()
     assert run.noted("save", "update", "row") == [
