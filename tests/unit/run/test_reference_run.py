@@ -273,6 +273,14 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
 
 
+@pytest.mark.parametrize(("fits", "step"), [(False, 1), (True, 2)])
+def test_a_step_in_which_a_signal_comes_is_trained_on_if_there_is_time(fits: bool, step: int, reference_run: Any) -> None:
+    run = reference_run({"train": {"steps": 3, "save_every": 0}}, stops_at=20)
+    with pytest.raises(StopRequested):
+        run.run(lambda loop: setattr(loop.stopping, "update_fits", lambda: fits))
+    assert run.noted("score", "update", "save ") == [*STEP, *STEP[: 2 * step], f"save {step}"]
+
+
 def test_ctrl_c_with_the_first_line_ends_with_a_sentence_and_leaves_no_lock(
     reference_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
