@@ -16,6 +16,7 @@ from tepo_megatron.run import rank0, training
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.run.output.status import run_status
+from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals
 from tepo_megatron.runtime.run_lock import FILE
 from tepo_megatron.sampler.fleet.external import shared_key
@@ -40,6 +41,27 @@ def test_the_order_of_a_run(placement: dict[str, Any], reference_run: Any) -> No
     one = ["sample", "rollouts 1", "sleep", "noise", *STEP, "save 1", "saved 1", "weights 1", *SYNC, "row 1"]
     two = ["sample", "rollouts 2", "sleep", *STEP, "save 2", "saved 2", "weights 2", *SYNC]
     assert run.calls == [*first, *one, *two, "sample", "sample", "evaluation 2", "row 2", "sleep"]
+
+
+KEEPS = {
+    "train": {"schedule": "overlap", "kv_cache": "keep"},
+    "model.lora": {"rank": 3, "serve": "adapter"},
+    "rollout.sampling.stop": ["x"],
+    "rollout.uncorrected": True,
+}
+
+
+@pytest.mark.parametrize(("settings", "expected"), [(SHARED, (0, False, None, False)), (KEEPS, (4, True, 3, True))])
+def test_what_a_run_gives_its_sampler(
+    settings: dict[str, Any], expected: tuple[Any, ...], reference_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank0, "this_machine", lambda: Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4))
+    run = reference_run({"seed": 7, **settings}, killed_at="start")
+    with pytest.raises(Killed):
+        run.run()
+    options = run.loop.rank0.servers.sampler._options
+    names = ("first_gpu", "keep_cache", "adapter_rank", "tokenizer", "trained", "seed")
+    assert tuple(options[name] for name in names) == (*expected, True, 7)
 
 
 def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Any) -> None:
