@@ -165,7 +165,8 @@ def rollouts(layout: Layout, step: int) -> list[Rollout]:
 
 def start(layout: Layout, folder: Path) -> Any:
     # With this ε a step does not turn the sign of a gradient that is nothing but rounding into a move.
-    optimizer = {"lr": 1e-3, "eps": 3e-3} if layout.every else {"lr": 1e-4, "warmup_steps": 2, "weight_decay": 0.01}
+    falling: dict[str, Any] = {"lr": 1e-4, "min_lr": 5e-5, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
+    optimizer = {"lr": 1e-3, "eps": 3e-3} if layout.every else falling
     engine = {"parallel": layout.parallel, "micro_batch_tokens": layout.tokens, "head": layout.head}
     config = {
         "model": {"path": str(folder / layout.model), "dtype": layout.dtype},
@@ -173,7 +174,7 @@ def start(layout: Layout, folder: Path) -> Any:
         "optimizer": {"distributed": layout.distributed, **optimizer},
         "objective": OBJECTIVES[layout.objective],
         "rollout": {"sampling": {"temperature": TEMPERATURE}, "server": {"placement": "colocated"}},
-        "train": {"minibatches": 2, "steps": STEPS},
+        "train": {"minibatches": 2, "steps": STEPS + 1},  # so that a rate is seen where another schedule has another one
     }
     engine = make_engine(config, shares_gpus=layout.moves)
     if layout.objective in ("auto", "prefix"):
@@ -343,6 +344,7 @@ def test_masks_and_bounds_of_the_objectives_act(worlds: Worlds[Layout]) -> None:
     """
     for name in ("tepo", "grpo", "slope", "auto", "prefix", "entropy"):
         updates = worlds.ranks(Layout(objective=name))[0]["updates"]
+        assert [update["lr"] for update in updates] == pytest.approx([5e-5, 1e-4, 8.75e-5, 7.5e-5])
         assert updates[2]["ratio/min"] == updates[2]["ratio/max"] == 1
         assert (updates[2].get("mask/fraction", 0) > 0) == (name in ("slope", "entropy"))
         bounds = [update["clip/bound_high"] for update in updates if "clip/bound_high" in update]
