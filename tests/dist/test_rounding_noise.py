@@ -73,6 +73,7 @@ def measured(engine: Any, *, scale: float) -> dict[str, float]:
     with noise_by_place(engine, scale):
         noise: dict[str, float] = engine.measure_noise(sampled(engine))
     assert engine.weights.version(0).digest == before
+    assert engine.counters.entropy_noise == noise["entropy/noise/p50"]  # the automatic tolerance
     return noise
 
 
