@@ -77,11 +77,9 @@ def wanted_adapters(model: Path) -> dict[str, tuple[int, ...]]:
     return adapter_shapes(shapes, adapted_tensors(shapes, targets_of(model.name)), LORA.rank)
 
 
-def train(run: Run, folder: Path) -> dict[str, Any]:
-    from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json
-
-    adapters = {"target_modules": targets_of(run.model), "path": folder / f"{run.model}-adapters"}
-    engine = make_engine(
+def start(run: Run, folder: Path, path: Path | None) -> Any:
+    adapters = {"target_modules": targets_of(run.model), "path": path}
+    return make_engine(
         {
             "model": {"path": str(folder / run.model), "lora": LORA.model_copy(update=adapters).model_dump(mode="json")},
             "engine": {**run.engine, "micro_batch_tokens": 70},
@@ -90,7 +88,15 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         },
         MeanSurprise(needs_reference=True),
     )
-    policy, out = engine.policy, folder / run.name
+
+
+def train(run: Run, folder: Path) -> dict[str, Any]:
+    from tepo_megatron.trainer.megatron.parallel.collectives import all_gather_json
+
+    out = folder / run.name
+    start(run, folder, None).weights.export_adapters(out / "fresh")
+    engine = start(run, folder, folder / f"{run.model}-adapters")
+    policy = engine.policy
     engine.weights.version(0)  # a fresh run's servers get weights before any forward pass
     frozen = {name: param.detach().clone() for name, param in policy.params.items()}
     batch = engine.score(engine.batch_from_root(short_rollouts() if engine.ranks.rank == 0 else None))
@@ -171,6 +177,17 @@ def test_two_steps_are_those_of_one_rank(worlds: Worlds[Run], run: Run) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
     ours, theirs = (load_file(worlds.folder / each.name / "adapter" / PEFT_WEIGHTS) for each in runs)
     assert_moved_alike(load_file(worlds.folder / f"{run.model}-adapters" / PEFT_WEIGHTS), ours, theirs)
+
+
+@on_all
+def test_fresh_adapters_are_those_of_one_rank_and_add_nothing(worlds: Worlds[Run], run: Run) -> None:
+    ours, theirs = (load_file(worlds.checkpoint(each).parent / "fresh" / PEFT_WEIGHTS) for each in (run, SINGLES[run.model]))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name])
+        most = 0.0 if ".lora_B." in name else tensor.shape[1] ** -0.5
+        assert tensor.abs().max() <= most
+        assert tensor.std() == pytest.approx(most / 3**0.5, rel=0.1)  # uniform
 
 
 @on_all
