@@ -159,8 +159,9 @@ class ServerPool:
         with self._changing:
             # A start that failed is raised by the next update, or ends a stream without servers.
             is_up = not started.cancelled() and started.exception() is None
+            clients = self._clients  # stop() waits for no lock, and leaves another list
             if is_up and self._starts_right and self._lost.get(index) is started:
-                self._clients[index] = self._client(self._servers[index])
+                clients[index] = self._client(self._servers[index])
                 del self._lost[index]
 
     def _remember(self, cause: Exception) -> None:

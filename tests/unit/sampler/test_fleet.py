@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,15 @@ def test_a_score_is_asked_of_the_server_with_the_fewest_and_again_after_a_fault(
             assert ask((1,), 4) == ((1,), 4)
             assert len(reports) == lost
         assert fleet.figures()["requests/retried"] == 2
+
+
+def test_a_fleet_may_stop_while_a_server_is_brought_back(servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        fleet._lost[1] = started = Future[None]()
+        started.set_result(None)
+        monkeypatch.setattr(fleet, "_client", lambda server: fleet.stop())
+        fleet._bring_back(1, started)
+        assert not fleet._clients
 
 
 def test_what_a_lost_server_owes_the_other_draws_and_no_more(servers: list[FaultyServer], tmp_path: Path) -> None:
