@@ -18,7 +18,7 @@ from tests.support.random_models import draw_rollouts, write_llama
 LENGTHS = [5, 17, 6, 9, 8, 5, 12, 6]
 BUCKET = 3000  # parameters; the models have some 15 000, so that there are several buckets
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": BUCKET}
-BOTH = {**REDUCE, "overlap_param_gather": True}
+BOTH: dict[str, Any] = {**REDUCE, "overlap_param_gather": True}
 EXPERTS: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 TP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 POLICY = "tepo_megatron.trainer.megatron.policy"
@@ -170,17 +170,11 @@ def test_stages_know_the_lengths_of_micro_batches_and_exchange_no_shapes(tmp_pat
         assert all(known["waits"] == 0 < asked["waits"] for known, asked in zip(ours, asking, strict=True))
 
 
-def trained_and_restored(_rank: int, _world: int, folder: Path, overlaps: bool, apart: bool) -> dict[str, Any]:
-    """``apart``: as for MXFP8 weights, the gather's memory is not that of the parameters.
-
-    ``copied``: the parameters whose FP8 copies Megatron makes after a restore, if it takes all of them for FP8 tensors.
-    """
-    from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
-    from megatron.core.optimizer import distrib_optimizer
-
+def engine_with_gathers(folder: Path, apart: bool, *, model: str = "dense", **engine: Any) -> Any:
+    """``apart``: as for MXFP8 weights, the gather's memory is not that of the parameters."""
     config = {
-        "model": {"path": str(folder / "dense"), "dtype": "bfloat16"},
-        "engine": {"parallel": {"dp": 2}, "micro_batch_tokens": 20, "noise_every": 0, **(BOTH if overlaps else {})},
+        "model": {"path": str(folder / model), "dtype": "bfloat16"},
+        "engine": {"parallel": {"dp": 2}, "micro_batch_tokens": 20, "noise_every": 0, **engine},
         "objective": {"preset": "grpo"},
         "optimizer": {"lr": 1e-2, "distributed": True},
     }
@@ -189,7 +183,30 @@ def trained_and_restored(_rank: int, _world: int, folder: Path, overlaps: bool, 
         mock.patch(f"{POLICY}.fp8.gather_options", return_value={"fp8_param_gather": apart, **reuse}),
         mock.patch(f"{POLICY}.optimizer_options", return_value={"fp8_recipe": "mxfp8" if apart else None, **reuse}),
     ):
-        engine = make_engine(config)
+        return make_engine(config)
+
+
+def updated(_rank: int, _world: int, folder: Path, apart: bool, model: str, parallel: dict[str, int]) -> str:
+    engine = engine_with_gathers(folder, apart, model=model, parallel=parallel)
+    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
+    assert not engine.update(batch).skipped
+    return bits_of(engine.weights.params)
+
+
+@pytest.mark.parametrize("kind", [("dense", {"dp": 2})], ids=lambda kind: kind[0])
+def test_weights_beside_the_memory_of_their_gather_get_the_same_bits(kind: tuple[str, dict[str, int]], tmp_path: Path) -> None:
+    """Some parameters' sizes are no multiples of the 64 elements at which Megatron lets parameters begin."""
+    write_llama(tmp_path / kind[0], scale=0.1, num_hidden_layers=2, **(EXPERTS if kind[0] == "experts" else {}))
+    plain, apart = (run_dist(2, updated, tmp_path, apart, *kind) for apart in (False, True))
+    assert apart == plain
+
+
+def trained_and_restored(_rank: int, _world: int, folder: Path, overlaps: bool, apart: bool) -> dict[str, Any]:
+    """``copied``: the parameters whose FP8 copies Megatron makes after a restore, if it takes all of them for FP8 tensors."""
+    from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+    from megatron.core.optimizer import distrib_optimizer
+
+    engine = engine_with_gathers(folder, apart, **(BOTH if overlaps else {}))
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
     engine.update(batch)
     saved, before = save_checkpoint(engine, folder / "checkpoints", step=1, state={}), bits_of(engine.weights.params)

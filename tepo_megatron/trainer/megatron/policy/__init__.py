@@ -118,6 +118,7 @@ class PolicyBuilder:
                 DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(chunks)
             ]
+            _correct_places(ddp)
             optimizer = _build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
             for name, values in unrounded.items():
                 OptimizerStates(optimizer).set_master(params[name], values)
@@ -165,6 +166,14 @@ def _finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None,
     finalize_model_grads(model, None, **kwargs)
     if lora is not None:
         lora.sum_gradients()
+
+
+def _correct_places(ddp: Sequence[DistributedDataParallel]) -> None:
+    # Where MXFP8's gather reads a parameter. Megatron forgets that it pads their beginnings to 64 elements.
+    for buffer in (buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        for param, (start, end, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            bucket.param_to_index[param] = (start - bucket.offset, end - bucket.offset)
 
 
 def _build_optimizer(
