@@ -189,11 +189,14 @@ def engine_with_gathers(folder: Path, apart: bool, *, model: str = "dense", **en
 def updated(_rank: int, _world: int, folder: Path, apart: bool, model: str, parallel: dict[str, int]) -> str:
     engine = engine_with_gathers(folder, apart, model=model, parallel=parallel)
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
-    assert not engine.update(batch).skipped
+    chunk = engine.policy.ddp[0]
+    with mock.patch.object(chunk, "start_param_sync", wraps=chunk.start_param_sync) as gather:
+        assert not engine.update(batch).skipped
+    assert gather.call_count == 1
     return bits_of(engine.weights.params)
 
 
-@pytest.mark.parametrize("kind", [("dense", {"dp": 2})], ids=lambda kind: kind[0])
+@pytest.mark.parametrize("kind", [("dense", {"dp": 2}), ("experts", {"dp": 2, "ep": 2})], ids=lambda kind: kind[0])
 def test_weights_beside_the_memory_of_their_gather_get_the_same_bits(kind: tuple[str, dict[str, int]], tmp_path: Path) -> None:
     """Some parameters' sizes are no multiples of the 64 elements at which Megatron lets parameters begin."""
     write_llama(tmp_path / kind[0], scale=0.1, num_hidden_layers=2, **(EXPERTS if kind[0] == "experts" else {}))

@@ -201,6 +201,8 @@ def _build_optimizer(
         options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     with objects_as_json(device):
         optimizer = get_megatron_optimizer(options, list(ddp))
+    for early in optimizer.chained_optimizers[:-1]:
+        early.model_chunks = []  # or else each gathers all weights after its step, and MXFP8's are 0 at the second time
     for inner in OptimizerStates(optimizer).inner:
         _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
     if config.offload_fraction:
