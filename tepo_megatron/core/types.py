@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ON_HOST = ("routed_experts_T", "sampling_mask_T", "top_ids_TK", "top_logprobs_TK")  # of a batch: gigabytes in a step
+
+
 @dataclass(frozen=True)
 class Batch:
     """S sequences packed into T tokens: a step, a mini-batch or a micro-batch.
@@ -28,7 +31,7 @@ class Batch:
     - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*
     - ``teachers_S`` int64: the number of a sequence's teacher, if there are several. ``teacher_states``: by micro-batch of this
       rank and by teacher, the hidden states of its tokens
-    - ``top_ids_TK`` int32 and ``top_logprobs_TK``: the K most likely tokens of a served teacher, the best first
+    - ``top_ids_TK`` int32 and ``top_logprobs_TK``, on the host: the K most likely tokens of a served teacher, the best first
     - ``recorded_S`` int64: the index in the step of a sequence with recorded token values, or −1
     - ``expert_load_LE`` int64 [layers, experts]: tokens of the mini-batch sent to each expert
     """
@@ -93,7 +96,7 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T", "teacher_states")]
+        names = [f.name for f in fields(self) if f.name not in (*ON_HOST, "teacher_states")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
     @property

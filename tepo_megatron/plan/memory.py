@@ -68,7 +68,7 @@ class HostMemory(_Terms):
     process: float
     states: float
     turns: float  # what leaves the GPU for colocated servers
-    teachers: float  # layers, and hidden states for ``distill.of = all``
+    teachers: float  # layers; hidden states for ``distill.of = all``; top tokens of served ones
     staged: float
     routes: float
 
@@ -156,7 +156,8 @@ class TrainingRanks:
         count, trained = self.split.in_stage(stage).total, self.split.in_stage(stage, config.model.lora)
         adapters = trained.total if config.model.lora is not None else 0
         tokens = self.micro_batch_tokens(longest)
-        micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
+        own_tokens = step_tokens / config.train.minibatches / parallel.dp
+        micro_batches = -(-own_tokens / (tokens * parallel.cp) // 1)
         logits, transient = self._head_or_layer(stage, tokens)
         owned = self.owned_weights(stage)
         boundary = tokens * b * spec.hidden_size / self._sequence_split
@@ -178,7 +179,9 @@ class TrainingRanks:
             activations=activations,
             logits=logits,
             transient=transient,
-            communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
+            communication=handed_over
+            + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches)
+            + own_tokens * 2 * self._top_bytes,
             context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if config.engine.wants_gpus else 0,
             server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if config.is_colocated else 0,
         )
@@ -309,7 +312,7 @@ class TrainingRanks:
         return HostMemory(
             process=_PROCESS,
             states=self.host_state_bytes * owned,
-            teachers=sum(self._teacher_bytes(stage)[1]) + self._teacher_states(step_tokens),
+            teachers=sum(self._teacher_bytes(stage)[1]) + self._teacher_states(step_tokens) + 2 * step_tokens * self._top_bytes,
             turns=memory.weights + memory.optimizer + memory.reference - dropped if self.config.is_colocated else 0,
             staged=CHECKPOINT_BYTES * owned if self.saves_beside_training else 0,
             routes=2 * self._step_routes(step_tokens),
@@ -320,6 +323,10 @@ class TrainingRanks:
             return 0
         parallel, width = self._parallel, sum(split.spec.hidden_size for split in self.teachers)
         return step_tokens * self._element * width / (parallel.dp * parallel.cp * self._sequence_split)
+
+    @property
+    def _top_bytes(self) -> int:
+        return 8 * self.config.objective.teacher_top_k  # per token: ids and log-probs
 
     def _step_routes(self, step_tokens: float) -> float:
         return step_tokens * self.spec.route_bytes if self.config.rollout.server.routing_replay else 0

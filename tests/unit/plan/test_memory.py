@@ -295,11 +295,14 @@ def test_teachers_on_the_ranks_are_counted() -> None:
     fp8 = plan(distill, f"teachers.big.path={alone.config.model.path}", "engine.fp8.recipe=tensorwise")
     assert fp8.worst.teachers > judged.worst.teachers
     assert fp8.hosts == judged.hosts, "copies in FP8 are dropped"
-    served = plan(
-        "objective.distill.coefficient=1",
-        "teachers.big={path: Llama-3.3-70B-Instruct, place: server, server: {placement: external, registry: /r}}",
-    )
+    external = "teachers.big={path: Llama-3.3-70B-Instruct, place: server, server: {placement: external, registry: /r}}"
+    served = plan("objective.distill.coefficient=1", external)
     assert served.worst == alone.worst
+    # the step and all mini-batches on the host, a rank's part of a mini-batch twice on its GPU
+    top = plan("objective.distill={of: top_k, k: 64}", external)
+    whole = 8 * 64 * top._step_tokens
+    assert top.hosts[0].teachers - served.hosts[0].teachers == 2 * whole
+    assert top.worst.communication - served.worst.communication == pytest.approx(2 * whole / top.config.train.minibatches)
 
 
 def test_adapters_are_counted_as_they_are_made() -> None:

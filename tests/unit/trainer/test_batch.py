@@ -18,7 +18,7 @@ from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, Weights
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron.parallel.batch import Share
+from tepo_megatron.trainer.megatron.parallel.batch import Share, broadcast
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.parallel.positions import rank_order
@@ -189,6 +189,16 @@ def test_sampling_masks_and_top_tokens_stay_with_their_labels(sampled: list[Roll
         top = top_of(labels[mask].tolist()).reshape(-1, 2)
         assert ids[mask].tolist() == top["id"].tolist()
         assert logprobs[mask].tolist() == top["logprob"].tolist()
+
+
+def test_only_micro_batches_have_their_top_tokens_on_the_device() -> None:
+    device = torch.device("meta")
+    step = broadcast(pack([replace(rollout([5], [7, 8]), teacher_top=top_of([7, 8]))]), device)
+    share = Share.cut(step, [3], 3, ONE_RANK)
+    for batch, kind in ((step, "cpu"), (share.micro, "meta")):
+        assert [values.device.type for values in (batch.top_ids_TK, batch.top_logprobs_TK)] == [kind] * 2
+    assert share.top_ids_tK is not None
+    assert share.tokens_t.device == share.top_ids_tK.device == device
 
 
 def test_top_tokens_of_a_part_of_the_step_or_of_another_k_are_refused() -> None:

@@ -18,17 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tepo_megatron.core.rollout import SamplingMask, not_recorded
-from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.core.types import ON_HOST, Batch, TokenScores
 from tepo_megatron.trainer.megatron.parallel.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
 from tepo_megatron.trainer.megatron.parallel.positions import local_positions, rank_order
 
 _PIECE_BYTES = 2**28  # limits GPU memory: a step's routes are gigabytes
-_ON_HOST = ("routed_experts_T", "mask_counts", "mask_ids")
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:
-    """Every rank calls; only rank 0's argument is read. Routes and sampling masks stay in host memory."""
+    """Every rank calls; only rank 0's argument is read. `ON_HOST` stays in host memory."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
         return batch.to(device)
@@ -41,7 +40,7 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
     for name, dtype, shape in broadcast_json(described, source=0, device=device):
         if batch is None:
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        tensors[name] = tensors[name].to("cpu" if name in _ON_HOST else device)
+        tensors[name] = tensors[name].to("cpu" if name in (*ON_HOST, "mask_counts", "mask_ids") else device)
         # as bytes: NCCL knows no int16
         for piece in tensors[name].contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
             sent = piece.to(device)
@@ -103,10 +102,13 @@ class Share:
     @classmethod
     def cut(cls, micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> Share:
         """``lengths``: of the sequences. ``num_tokens``: at least ``padded_tokens``, and a multiple of 2 · cp if cp > 1."""
-        padded = _pad(lengths, num_tokens, ranks.cp)
+        padded, device = _pad(lengths, num_tokens, ranks.cp), micro.tokens_T.device
+        if micro.top_ids_TK is not None and micro.top_logprobs_TK is not None:
+            ids_TK, logprobs_TK = (top.to(device, non_blocking=True) for top in (micro.top_ids_TK, micro.top_logprobs_TK))
+            micro = micro.with_(top_ids_TK=ids_TK, top_logprobs_TK=logprobs_TK)
 
         def there(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values).to(micro.tokens_T.device, non_blocking=True)
+            return torch.from_numpy(values).to(device, non_blocking=True)
 
         cu_seqlens, longest = there(np.append(0, padded.lengths_S.cumsum()).astype(np.int32)), int(padded.lengths_S.max())
         # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of
@@ -121,7 +123,7 @@ class Share:
         if routes_T is not None:
             routes_T = routes_T[torch.from_numpy(host_t)]
             routes_T[torch.from_numpy(added_t)] = not_recorded(routes_T.itemsize)
-            chosen_tLk = routes_T.to(micro.tokens_T.device, non_blocking=True)
+            chosen_tLk = routes_T.to(device, non_blocking=True)
         if mask is not None:
             mask = SamplingMask.joined([mask, SamplingMask.empty(1)])[np.where(added_t, len(mask), host_t)]
         return cls(
