@@ -156,8 +156,8 @@ class TrainingRanks:
         count, trained = self.split.in_stage(stage).total, self.split.in_stage(stage, config.model.lora)
         adapters = trained.total if config.model.lora is not None else 0
         tokens = self.micro_batch_tokens(longest)
-        own_tokens = step_tokens / config.train.minibatches / parallel.dp
-        micro_batches = -(-own_tokens / (tokens * parallel.cp) // 1)
+        local_tokens = step_tokens / config.train.minibatches / parallel.dp
+        micro_batches = -(-local_tokens / (tokens * parallel.cp) // 1)
         logits, transient = self._head_or_layer(stage, tokens)
         owned = self.owned_weights(stage)
         boundary = tokens * b * spec.hidden_size / self._sequence_split
@@ -181,7 +181,8 @@ class TrainingRanks:
             transient=transient,
             communication=handed_over
             + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches)
-            + own_tokens * 2 * self._top_bytes,
+            + local_tokens * 2 * self._top_bytes
+            + self._step_routes(local_tokens) / parallel.cp,
             context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if config.engine.wants_gpus else 0,
             server=_VLLM_ASLEEP + min(8, parallel.world_size) * _IPC_SLOTS if config.is_colocated else 0,
         )

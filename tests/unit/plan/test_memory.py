@@ -382,7 +382,7 @@ def test_a_model_that_does_not_suit_fp8_is_refused() -> None:
         plan("engine.fp8.recipe=tensorwise", "engine.fp8.first_layers_bf16=29", path=QWEN)
 
 
-def test_records_of_routes_are_counted_on_the_host() -> None:
+def test_records_of_routes_are_counted_on_the_host_and_a_rank_s_part_on_its_gpu() -> None:
     """Mixtral's take 64 bytes a token: 32 layers of two experts."""
     small = ("cluster.rollout_nodes=1", "train.steps=1", "rollout.prompts_per_step=32", "rollout.samples_per_prompt=8")
     recorded = [*small, "rollout.server.routing_replay=true"]
@@ -390,6 +390,9 @@ def test_records_of_routes_are_counted_on_the_host() -> None:
     record = 32 * 8 * found.lengths.mean * 64
     assert [host.routes for host in without.hosts] == [0]
     assert [host.total - other.total for host, other in zip(found.hosts, without.hosts, strict=True)] == [2 * record]
+    ranks = found.config.engine.parallel
+    part = record / found.config.train.minibatches / ranks.dp / ranks.cp
+    assert found.worst.total - without.worst.total == pytest.approx(part)
     overlap = ["train.schedule=overlap", "train.max_staleness=2", "rollout.uncorrected=true"]
     ahead = moe_plan(*SPLIT, more=[*recorded, *overlap])
     assert [each.ranks.root_routes(100) for each in (found, without, ahead)] == [6400, 0, 4 * 6400]
