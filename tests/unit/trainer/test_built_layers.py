@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +40,8 @@ def look(rank: int, world: int) -> dict[str, Any]:
     def fusing(model: Any) -> list[Any]:
         return [module.fuse_wgrad_accumulation for module in model.modules() if isinstance(module, RowParallelLinear)]
 
-    with cpu.megatron():
+    chosen = {"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "0"}  # Transformer Engine reads what a user has set
+    with cpu.megatron(), mock.patch.dict(os.environ, chosen):
         return {
             "fuses": [fusing(build(cpu, ranks, model={"lora": lora})) for lora in (None, {"rank": 2})],
             "router": device_of_a_router(cpu, ranks),

@@ -123,7 +123,7 @@ def build_model(
 ) -> GPTModel:
     """Loads no weights. Every rank calls for its chunks in order: tied embeddings are exchanged."""
     vp_stage = chunk if ranks.vpp > 1 else None
-    model = GPTModel(
+    model = _Model(
         config,
         _layer_spec(config, layers, vp_stage),
         vocab_size=spec.padded_vocab_size(ranks.tp),
@@ -147,6 +147,11 @@ def build_model(
         if isinstance(module, TopKRouter) and not module.weight.is_meta:  # Megatron makes it in host memory
             module.to(torch.cuda.current_device())
     return model
+
+
+class _Model(GPTModel):  # type: ignore[misc]  # Megatron's types are not followed
+    def _set_attention_backend(self) -> None:
+        """Transformer Engine reads a user's NVTE_FLASH_ATTN=0 itself; Megatron's refuses it."""
 
 
 class _FusedHead(torch.nn.Module):
