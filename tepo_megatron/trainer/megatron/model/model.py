@@ -215,7 +215,8 @@ class Layers:
     def choose(cls, config: EngineConfig, platform: Platform) -> Layers:
         """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for an unsuitable GPU."""
         if platform.kind == "cpu":
-            _refuse_transformer_engine(config)
+            for fault in config.model_copy(update={"platform": "cpu"})._faults():
+                raise ValueError(f"engine.{fault} (engine.platform = auto is cpu here)")
         if platform.kind == "cpu" or config.layers == "local":
             return cls("local", Packages.installed())
         if (problem := _import_problem()) is not None:
@@ -261,20 +262,6 @@ def _import_problem() -> str | None:
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _refuse_transformer_engine(config: EngineConfig) -> None:
-    for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
-        if asked:
-            raise ValueError(
-                f"{name} is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU; set "
-                "engine.layers=local and engine.fp8.recipe=none"
-            )
-    if config.parallel.cp_comm_type != "p2p":
-        raise ValueError(
-            f"engine.parallel.cp_comm_type = {config.parallel.cp_comm_type} is for Transformer Engine's attention, which needs "
-            "a GPU, and the trainer runs on a CPU, where keys and values are gathered; unset it"
-        )
 
 
 class _RMSNorm(torch.nn.RMSNorm):
