@@ -130,7 +130,7 @@ def instead_of_transformer_engine() -> Iterator[None]:
             (megatron, "Adam", FusedAdam),
             (megatron, "USING_PYTORCH_OPTIMIZER", False),
             (megatron, "is_te_min_version", lambda *_: True),
-            (optimizer_config, "is_te_min_version", lambda *_: False),  # so that its masters stay whole
+            (optimizer_config, "is_te_min_version", lambda *_: True),
             (distrib_optimizer, "Adam", FusedAdam),
             (engine, "check_config", lambda *_, **__: None),
             (policy, "PART_ELEMENTS", PART_ELEMENTS),
@@ -144,7 +144,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "half": {"offload_fraction": 0.5},
     "whole": {"offload_fraction": 1.0},
     "remainders": {"store_param_remainders": True},
-    "reduced": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True},
+    "reduced": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
     "scaled": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
 }
 SPLITS: dict[int, dict[str, Any]] = {1: {}, 2: {"dp": 2}, 4: {"tp": 2, "dp": 2, "sp": True}}
@@ -183,6 +183,8 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def train(split: Case, folder: Path) -> Outcome:
     """Two updates of a fresh engine, with a checkpoint between them; or the second, from such a checkpoint."""
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import OptimizerStates
+
     config = {
         "model": {"dtype": "bfloat16"},
         "engine": {"parallel": split.parallel},
@@ -193,6 +195,8 @@ def train(split: Case, folder: Path) -> Outcome:
     run = RunConfig.model_validate(config)
     with instead_of_transformer_engine() if run.optimizer.precision_aware else contextlib.nullcontext():
         engine = make_engine(run)
+        for inner in OptimizerStates(engine.policy.optimizer).inner:
+            assert getattr(inner.optimizer, "store_param_remainders", False) == run.optimizer.store_param_remainders
         if split.resumes:
             assert engine.checkpoints.load(folder / split.resumes.name / "step_000001")["step"] == 1
         else:
@@ -243,12 +247,16 @@ def test_all_states_may_be_on_the_host_and_those_of_the_device_go_there(worlds: 
 
 
 def test_16_bits_beside_each_weight_are_the_same_master(worlds: Worlds[Case]) -> None:
-    """With a stand-in for Transformer Engine's Adam; bit for bit."""
+    """With a stand-in for Transformer Engine's Adam; bit for bit but for the few masters halfway between two weights. Theirs is
+    rounded up, and the master that is read is the next fp32 number: a weight in 16 bits may differ by a step.
+    """
     cases = [case("remainders"), case("remainders", "plain"), case("plain", "remainders")]
     for plain, *others in by_rank(worlds, case("plain"), *cases):
         for same in others:
-            assert_same(same, plain, "states", within=1e-7)
-            assert_same(same, plain, "weights")
+            assert_same(same, plain, "first", within=1e-7)
+            assert_same(same, plain, "states", "weights", within=2.0**-7)
+            for name in plain:
+                assert all((same[name][key] != value).sum() <= 8 for key, value in plain[name].items()), name
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("reduced", 8), ("scaled", 11)])
