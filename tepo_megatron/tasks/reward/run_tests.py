@@ -11,6 +11,7 @@ program, and acts on its objects as the tests ask; the tests trust nothing that 
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import json
@@ -19,7 +20,7 @@ import os
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -339,10 +340,10 @@ def _run(task: dict[str, Any], peer: _Tests, say: Callable[[str], None]) -> None
     module = _module()
     exec(compile(task["setup"], "<setup>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     ours = {name for name, value in vars(module).items() if _class_of(value).__module__ != module.__name__}
-    wanted = set(re.findall(r"\w+", "\n".join([task["setup"], *task["tests"]]))) - ours
-    for name, value in peer.ask("run", sorted(wanted), task["setup"], task["program"]).items():
-        standard = hasattr(builtins, name) or name in sys.stdlib_module_names
-        if name in wanted and (name in task["may_hide"] or not standard or value == f'{{"module": "{name}"}}'):
+    requested = {name for text in (task["setup"], *task["tests"]) for name in _names_in(text, task["may_hide"])} - ours
+    for name, value in peer.ask("run", sorted(requested), task["setup"], task["program"]).items():
+        may_hide = name in task["may_hide"] or name not in sys.stdlib_module_names
+        if name in requested and (may_hide or value == f'{{"module": "{name}"}}'):
             setattr(module, name, peer.decode(json.loads(value)))
     for number, test in enumerate(task["tests"]):
         try:
@@ -355,6 +356,14 @@ def _run(task: dict[str, Any], peer: _Tests, say: Callable[[str], None]) -> None
                 say(str(number))
         if peer.broken:
             return
+
+
+def _names_in(text: str, may_hide: Sequence[str]) -> set[str]:
+    """The program learns them: no value or built-in name is among them, as it may be what a test expects."""
+    names = {word for word in re.findall(r"\w+", text) if word in may_hide}  # in a text for eval, too
+    with suppress(Exception):  # what cannot be parsed fails as a test
+        names |= {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - vars(builtins).keys()
+    return names
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ HONEST = [
     case(SUBCLASS, "assert f(3) == 3 and type(f(3)) is int"),
     case("def f(operation, function, self): return function(self)", "assert f(operation='a', function=len, self=[1]) == 1"),
     case("def f(x, kind): return sum(isinstance(i, kind) for i in x)", "assert f([1, None], type(None)) == 1"),
-    case("root = []\nroot[:] = [root, root]\ndef f(x): return 2 * x", "assert f(2) == 4"),
+    case("root = []\nroot[:] = [root, root]\ndef f(x): return 2 * x", "assert f(2) == 4 and eval('f(3)') == 6"),
     case(
         f"{POINT}\ndef total(items): return items[0].x + items[1]['a'].x",
         "a = Point(2); a.x = 3; assert a.x == 3 and len(a) == 3 and list(a) == [0, 1, 2] and 2 in a and a[1] == 4",
@@ -173,7 +173,18 @@ HOST = """
 import gc, json, sys
 peer = [o for o in gc.get_objects() if type(o).__name__ == '_Program'][0]
 """
+WORDS = "import builtins, sys\nwords = [w for v in sys._getframe(1).f_locals.values() if type(v) is list for w in v]\n"
 ATTACKS = {
+    "a number of the test": case(
+        f"{WORDS}def f(x): return next(int(w) for w in words if w.isdigit() and int(w) != x)", "assert f(12) == 144"
+    ),
+    "a text of the test": case(
+        f"{WORDS}def f(x): return next(w for w in words if w not in ('assert', 'f', x))", "assert f('abc') == 'zyx'"
+    ),
+    "an exception of the test": case(
+        f"{WORDS}def f(x): raise next(getattr(builtins, w) for w in words if w.endswith('Error'))",
+        "try: f(1)\nexcept KeyError: pass\nelse: raise ValueError",
+    ),
     "names that nobody asked for": case(
         f"{HOST}\nsend = peer._send\ndef more(message):\n  if message[0] == 'result' and isinstance(message[1], dict):\n"
         "    message[1]['dict'] = [*message[1].get('dict', []), ['near', json.dumps(peer.encode(lambda *a: True))]]\n"
