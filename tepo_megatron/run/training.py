@@ -103,11 +103,8 @@ def _open_rank0(
     collect = load_collect(config, extensions.collect)
     task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written
     stack.callback(task.close)
-    if config.rollout.replay is None:
-        task.rehearse(inputs.train)
-    pools = stack.enter_context(
-        verifier_pools(config, inputs.sets, task, inputs.heldout if config.rollout.replay is None else ())
-    )
+    scored = (inputs.heldout, inputs.train) if config.rollout.replay is None else ()
+    pools = stack.enter_context(verifier_pools(config, inputs.sets, task, *scored))
     signals = StopSignals.current()
     with signals.postponed():  # or nothing would release the folder's lock
         output = Output(config, Progress.of(config.log))

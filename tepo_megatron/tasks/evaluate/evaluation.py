@@ -27,12 +27,13 @@ Pools = Mapping[str | None, Scorer]
 
 @contextmanager
 def verifier_pools(
-    config: RunConfig, sets: Sequence[EvaluationSet], task: Task, heldout: Sequence[Problem] = ()
+    config: RunConfig, sets: Sequence[EvaluationSet], task: Task, heldout: Sequence[Problem] = (), train: Sequence[Problem] = ()
 ) -> Iterator[Mapping[str | None, Task]]:
-    """Yields each verifier's scorer: the task (also for None), which has rehearsed, or a pool. Raises ValueError if one cannot
-    score its set, or if it is open which component decides.
+    """Yields each verifier's scorer: the task (also for None) or a pool. Raises ValueError if one cannot score its problems, or
+    if it is open which component decides.
     """
     pools: dict[str | None, Task] = {None: task, task.verifier: task}
+    task.rehearse([*train, *heldout, *(problem for of in sets if of.verifier in pools for problem in of.problems)])
     for problem in heldout:
         RewardResult.check_component("evaluate.correct", config.evaluate.correct, task.components_of(problem))
     with ExitStack() as opened:

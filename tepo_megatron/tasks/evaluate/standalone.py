@@ -84,22 +84,17 @@ def evaluate_model(
     truncation = truncation_of(config.rollout.sampling)
     served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
     generate = partial(StoredResponses(stored, fleet.generate, state, served), **truncation)
-    with open_task(config, tokenizer, spec, reward) as task:
-        of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
-        tried: Sequence[Problem] = heldout or next(of_its_own, ())
-        if tried:  # otherwise every set's own verifier has scored an answer
-            task.rehearse(tried)
-        with verifier_pools(config, chosen, task, heldout) as pools, fleet:
-            result = evaluate_all(
-                config,
-                heldout,
-                chosen,
-                generate=generate,
-                generate_heldout=task.heldout_generate(generate, fleet, heldout, **truncation),
-                tokenizer=tokenizer,
-                pools=pools,
-                seed=lambda _purpose: config.seed,
-            )
+    with open_task(config, tokenizer, spec, reward) as task, verifier_pools(config, chosen, task, heldout) as pools, fleet:
+        result = evaluate_all(
+            config,
+            heldout,
+            chosen,
+            generate=generate,
+            generate_heldout=task.heldout_generate(generate, fleet, heldout, **truncation),
+            tokenizer=tokenizer,
+            pools=pools,
+            seed=lambda _purpose: config.seed,
+        )
     _write(output, result)
     results = result.sets if result.heldout is None else (*result.sets, result.heldout)
     written = [write_results(output / RESULTS, item, model=model, state=state, seed=config.seed) for item in results]

@@ -349,21 +349,29 @@ def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> No
                 evaluate_both(config, PROBLEMS, [], generate, pools={None: task})
 
 
-def test_the_component_is_one_of_every_verifier(tmp_path: Path) -> None:
+def test_every_verifier_is_tried_and_has_the_component(tmp_path: Path) -> None:
+    """Those of held-out sources too, and ``reward.verifier`` where only a set has it."""
     (tmp_path / "parts.py").write_text(
         "def right(problem, response):\n    return {'right': 1, 'form': 1}\n"
         "def style(problem, response):\n    return {'ok': 1, 'style': 1}\n"
+        "def fails(problem, response):\n    raise RuntimeError('no judge')\n"
     )
     (tmp_path / "own.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    names = ("right", "style")
-    sources = [{"path": f"{tmp_path}/own.jsonl", "name": name, "verifier": f"{tmp_path}/parts.py:{name}"} for name in names]
-    config = RunConfig.model_validate({"data": {"train": sources, "heldout": sources}, "evaluate": {"correct": "right"}})
-    problems = [Problem(name, "1+1=", "2", source=name) for name in names]
-    with VerifierTask(config.reward, config.data) as task:
-        task.rehearse(problems)
-        with pytest.raises(ValueError, match="correct = right names no component of the reward, which has ok, style"):
-            verifier_pools(config, [], task, problems).__enter__()
-        with verifier_pools(config, [], task, problems[:1]):
+    names = ("right", "style", "fails")
+    verifiers = {name: f"{tmp_path}/parts.py:{name}" for name in names}
+    sources = [{"path": f"{tmp_path}/own.jsonl", "name": name, "verifier": of} for name, of in verifiers.items()]
+    evaluate = {"correct": "right", "sets": {"sums": {"path": f"{tmp_path}/own.jsonl"}}}
+    data, reward = {"train": sources[:1], "heldout": sources[1:]}, {"verifier": verifiers["fails"]}
+    config = RunConfig.model_validate({"data": data, "reward": reward, "evaluate": evaluate})
+    right, style, fails = ([Problem(name, "1+1=", "2", source=name)] for name in names)
+    for sets, heldout, says in (
+        ([], style, "correct = right names no component of the reward, which has ok, style"),
+        ([], fails, "cannot score the first 1 problems.* no judge"),
+        (EvaluationSet.load_all(config, TOKENIZER), right, "cannot score the first 1 problems.* no judge"),
+        ([], right, None),
+    ):
+        refused = pytest.raises(ValueError, match=says) if says else nullcontext()
+        with VerifierTask(config.reward, config.data) as task, refused, verifier_pools(config, sets, task, heldout, right):
             pass
 
 
