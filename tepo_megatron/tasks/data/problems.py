@@ -119,7 +119,7 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
     else:
         number = row.name.rpartition(":")[2]
         identity = f"{name}{row.file and '/'}{row.file}:{number}" if name else row.name
-    prompt, messages, used = _read_prompt(columns, config)
+    prompt, messages, used = _read_prompt(row, config)
     answer = _text(columns, config, "answer")
     others = columns.keys() - {used, fields.answer, fields.id}
     values = row.values() if others else {}
@@ -132,9 +132,9 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
     return problem
 
 
-def _read_prompt(columns: Mapping[str, Any], config: SourceConfig) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
+def _read_prompt(row: DataRow, config: SourceConfig) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
     """(text, messages for the chat template, column that was read)."""
-    fields = config.columns
+    fields, columns = config.columns, row.written
     system = (("system", config.system_prompt),) if config.system_prompt else ()
     column = _messages_column(columns, fields.prompt, fields.messages)
     if column is not None:
@@ -145,8 +145,7 @@ def _read_prompt(columns: Mapping[str, Any], config: SourceConfig) -> tuple[str,
     if config.template is None:
         used, prompt = fields.prompt, _text(columns, config, "prompt")
     else:  # every column stays in the metadata, since the prompt shows it in another form
-        text = _get(columns, fields.prompt)
-        used, prompt = None, _fill_template(config.template, columns if text is None else {**columns, "prompt": text})
+        used, prompt = None, _fill_template(config.template, row, fields.prompt)
     if system and not config.chat_template:
         raise ValueError(
             "a system_prompt is given, and a plain prompt has no place for it; set chat_template = true, or leave it out"
@@ -224,8 +223,14 @@ _PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def _fill_template(template: str, columns: Mapping[str, Any]) -> str:
+def _fill_template(template: str, row: DataRow, prompt_column: str) -> str:
     """``{{`` is a brace. Raises ValueError for a missing or empty column."""
+
+    def with_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = _get(columns, prompt_column)
+        return columns if text is None else {**columns, "prompt": text}
+
+    columns = with_prompt(row.written)
 
     def fill(match: re.Match[str]) -> str:
         name = match[1]
@@ -234,7 +239,7 @@ def _fill_template(template: str, columns: Mapping[str, Any]) -> str:
         value = _get(columns, name)
         if value is None or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"the template has {{{name}}}, which is missing or empty (the keys are: {', '.join(columns)})")
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return value if isinstance(value, str) else json.dumps(_get(with_prompt(row.values()), name), ensure_ascii=False)
 
     return _PLACE.sub(fill, template)
 

@@ -148,13 +148,16 @@ def test_columns_by_other_names_also_within_others(tmp_path: Path) -> None:
 
 
 def test_a_template_makes_the_prompt_of_any_columns(tmp_path: Path) -> None:
-    rows = [{"question": "1+1", "unit": {"name": "apples"}, "answer": 2, "level": 3}]
+    rows = [{"question": "1+1", "unit": {"name": "apples"}, "answer": 2, "level": 3, "parts": [1, 0.5, "2"]}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     fields = {"prompt": "question"}
-    text = "{prompt} in {unit.name} ({level}), \\boxed{} {{question}}:\n"
+    text = "{prompt} in {unit.name} ({level}) of {parts}, \\boxed{} {{question}}:\n"
     (found,) = load_problems(source(path, fields=fields, template=text))
-    assert found.prompt == "1+1 in apples (3), \\boxed{} {question}:\n"
+    assert found.prompt == '1+1 in apples (3) of [1, 0.5, "2"], \\boxed{} {question}:\n'
     assert found.metadata["question"] == "1+1"  # what the prompt was made of
+    (tmp_path / "numbers.json").write_text(json.dumps([{"answer": 2, "parts": [1, 3]}]))
+    for each in (tmp_path / "numbers.json", write_parquet(tmp_path / "b.parquet", [{"answer": 2, "parts": [1, 3]}])):
+        assert load_problems(source(each, fields={"prompt": "parts"}, template="{prompt}"))[0].prompt == "[1, 3]"
     (built_in, *_) = load_problems(source("builtin:addition-heldout", template="Q: {prompt} A:", name="sums"))
     assert built_in.prompt.startswith("Q: ")
     assert built_in.id.startswith("sums/")
