@@ -17,7 +17,7 @@ from tepo_megatron.runtime.files import is_file_name
 from tepo_megatron.runtime.text import parse_json
 
 _Format = Literal["json", "list", "csv", "parquet", "arrow"]
-_SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
+_SHARD = re.compile(r"(?P<split>.+?)(-(?P<number>\d+)-of-(?P<of>\d+)(-[0-9a-f]{16})?)?")
 _SUFFIXES: Mapping[str, _Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 _NO_OBJECT = 'not a JSON object; write {"prompt": ..., "answer": ...}'
 
@@ -62,6 +62,13 @@ class DataFiles:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved(path / chosen)
         form, by_split = _files_by_split(path)
+        shards = [match for file in by_split[chosen] if (match := _SHARD.fullmatch(file.stem))]
+        numbers, counts = {match["number"] for match in shards}, {int(match["of"] or 1) for match in shards}
+        if counts != {len(shards)} or len(numbers) != len(shards):
+            raise ValueError(
+                f"the data set {path} is not whole, or has files of two: {len(shards)} of {chosen}, the last is "
+                f"{by_split[chosen][-1].name}; download it again, or name a file"
+            )
         return cls(form, tuple(by_split[chosen]), f"{path} ({chosen})", chosen)
 
     @staticmethod

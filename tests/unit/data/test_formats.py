@@ -40,7 +40,9 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     write_parquet(hub / "data" / "train-00000-of-00002.parquet", ROWS[:1])
     write_parquet(hub / "data" / "train-00001-of-00002.parquet", ROWS[1:])
-    write_parquet(hub / "data" / "test-00000-of-00001.parquet", ROWS[1:])
+    write_parquet(hub / "data" / "test-00000-of-00002-7320a6f3aba8ebd2.parquet", ROWS[:1])
+    write_parquet(hub / "data" / "test-00001-of-00002-e7bd1a30b0a1c954.parquet", ROWS[1:])
+    write_parquet(hub / "data" / "dev-00000-of-00003.parquet", ROWS[:1])  # not whole, and not asked for
     shutil.copy(write_parquet(tmp_path / "other.parquet", ROWS), tmp_path / "no_suffix")
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
     for each in (
@@ -50,6 +52,7 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
         source(save_to_disk(tmp_path / "splits", {"train": ROWS, "test": ROWS[1:]}), split="train"),
         source(save_to_disk(tmp_path / "one_split", {"train": ROWS})),
         source(hub, split="train"),
+        source(hub, split="test"),
         source(tmp_path / "a.json"),
     ):
         found = load_problems(each)
@@ -226,6 +229,10 @@ def test_names_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name in ("main", "socratic"):
         (tmp_path / "inner" / name).mkdir(parents=True)
         write_parquet(tmp_path / "inner" / name / "train-00000-of-00001.parquet", ROWS)
+    sets = {"gap": ("0-of-3", "2-of-3"), "mixed": ("0-of-1", "0-of-2", "1-of-2"), "twice": ("0-of-2-" + "a" * 16, "0-of-2")}
+    for name, files in sets.items():
+        for file in files:
+            write_parquet(tmp_path / name / f"train-{file}.parquet", ROWS)
     for each, message in (
         (twice, rf"^{twice}, row 2: the id 'x' was used before, in {twice}, row 1; ids must differ"),
         (str(tmp_path / "none.jsonl"), r"none\.jsonl does not exist"),
@@ -239,6 +246,9 @@ def test_names_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         (source(lost), r"is not whole: .*data-00000-of-00001\.arrow is missing; copy it again"),
         (source(damaged), r"data-00000-of-00001\.arrow cannot be read as Arrow: "),
         (source(tmp_path / "inner"), "has its files in the folders main, socratic; add one to the path: …/main"),
+        (source(tmp_path / "gap"), r"is not whole, or .*: 2 of train, the last is train-2-of-3\.parquet; download it again"),
+        (source(tmp_path / "mixed"), r"files of two: 3 of train, the last is train-1-of-2\.parquet"),
+        (source(tmp_path / "twice"), "files of two: 2 of train, "),
         (source(tmp_path / "empty"), "is a folder without a data set: neither dataset_dict.json nor state.json"),
     ):
         with pytest.raises(ValueError, match=message):
