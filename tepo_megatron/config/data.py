@@ -206,6 +206,20 @@ class DataConfig(_PromptsConfig):
         """As ``train_sources``, without ``filter``; may be empty."""
         return tuple(self.complete(source, filtered=False) for source in _listed(self.heldout or ()))
 
+    @property
+    def heldout_without_verifier(self) -> list[str]:
+        named = {} if isinstance(self.heldout, str) else self.source_verifiers
+        return [item.path for item in self.heldout_sources if item.verifier is None and item.called not in named]
+
+    def _faults(self) -> Iterator[str]:
+        named = {} if isinstance(self.train, str) else {item.called: item.scoring for item in self.train_sources}
+        for item in self.heldout_sources:
+            if item.verifier is not None and named.get(item.called, item.scoring) != item.scoring:
+                yield (
+                    f"data.train and data.heldout both have a source {item.called}, with other verifiers, and a response is "
+                    "scored by its source's name; give the held-out source another name"
+                )
+
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
         """Fills in what the source inherits."""
         inherited = [*_OF_PROMPTS, "fields", *(["filter"] if filtered else [])]

@@ -396,13 +396,14 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
     for item in (*data.train_sources, *data.heldout_sources):
         verifiers[f"the verifier of the source {item.called}"] = item.verifier or ""
-    named = {} if isinstance(data.train, str) else {item.called: item.scoring for item in data.train_sources}
-    for item in data.heldout_sources:
-        if item.verifier is not None and named.get(item.called, item.scoring) != item.scoring:
-            yield (
-                f"data.train and data.heldout both have a source {item.called}, with other verifiers, and a response is scored "
-                "by its source's name; give the held-out source another name"
-            )
+    judged = [f"data.heldout = {path}" for path in data.heldout_without_verifier]
+    judged += [f"evaluate.sets.{name}" for name, item in run.evaluate.sets.items() if item.verifier is None]
+    all_have_one = len(data.source_verifiers) == len(data.train_sources)
+    if judged and all_have_one and "verifier" not in run.reward.model_fields_set:
+        yield (
+            f"{judged[0]} has no verifier, and every source of data.train has its own: the default of reward.verifier, "
+            f"{run.reward.verifier}, would score it; give it a verifier, or reward.verifier if you mean that one"
+        )
     field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)
     if field is not None and not run.reward.run_code:
         yield f"{field} = python_tests runs programs that the model writes; set reward.run_code = true if you mean it"
@@ -410,13 +411,9 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
         yield f"{field} = python_tests has no network; leave reward.network out"
 
 
-def _source_with_verifier(run: RunConfig) -> str | None:
-    return next((source.called for source in run.data.train_sources if source.verifier is not None), None)
-
-
 def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mapping[str, float] | None) -> Iterator[str]:
     """GDPO weighs normalised components by ``over``, a plain reward raw ones by ``weights``."""
-    if source := _source_with_verifier(run):
+    if source := next(iter(run.data.source_verifiers), None):
         yield (
             f"objective.advantage.kind = gdpo weighs the components that one verifier returns, and the source {source} of "
             "data.train has a verifier of its own; set another advantage, or reward.verifier for all sources"
@@ -474,7 +471,7 @@ def _environment_faults(run: RunConfig, environment: EnvironmentConfig) -> Itera
     judged = "rewards come from the environment; leave"
     if (run.reward.verifier, run.reward.kwargs) != (default.verifier, default.kwargs):  # resolved.yaml names the default too
         yield f"reward.verifier = {run.reward.verifier} with {name}: {judged} reward.verifier and reward.kwargs out"
-    if source := _source_with_verifier(run):
+    if source := next(iter(run.data.source_verifiers), None):
         yield f"the source {source} of data.train has a verifier, with {name}: {judged} it out"
     if run.rollout.partial:
         yield "rollout.partial = true with environment: an episode cannot be put aside; leave partial out"

@@ -24,6 +24,7 @@ OVERLAP, PENALISE = "train.schedule=overlap", "rollout.truncated=penalise"
 FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
 FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
 SET = "evaluate.sets.s={path: x, majority: none}"
+OWN = "data.train=[{path: a/x.jsonl, verifier: 'o.py:f'}]"
 LONG = "{max_tokens: 16, buffer_tokens: 8}"
 AFTER_UPDATES = (
     *("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss"),
@@ -242,9 +243,12 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         ([GDPO, "reward.weights={a: 1, b: 2}"], "set objective.advantage.weights=[1, 2], in this order"),
         ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=on_policy_distill", "teachers.a.path=x"], "read them"),
         (
-            ["data.train=[{path: a/x.jsonl, verifier: 'o.py:f'}]", "data.heldout=[{path: b/x.jsonl, verifier: 'o.py:g'}]"],
+            [OWN, "data.heldout=[{path: b/x.jsonl, verifier: 'o.py:g'}]"],
             "both have a source x, with other verifiers, …; give the held-out source another name",
         ),
+        ([OWN, "data.heldout=b/x.jsonl"], "heldout = b/x.jsonl has no verifier, …its own: the default of …, last_word, would"),
+        ([OWN, "data.heldout=[b/y.jsonl]"], "data.heldout = b/y.jsonl has no verifier"),
+        ([OWN, SET], "evaluate.sets.s has no verifier, and every source of data.train"),
         ([GDPO, THREE, "objective.advantage.weights=[1,2]"], "has 2 entries, … names 3 components: a, b, c"),
         # W&B and MLflow
         (["log.mlflow={experiment_name: a, tracking_uri: 'postgresql://me:pw@host/db'}"], "an address with a password"),
@@ -337,6 +341,8 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(overrides: str | lis
         [GDPO, "reward.weights={a: 1, b: 1}"],
         [GDPO, "reward.weights={a: 1, b: 2}", "objective.advantage.weights=[3,1]"],
         ["reward.weights={a: 1, b: 2}"],
+        [OWN, "data.heldout=[b/x.jsonl]"],
+        [OWN, "data.heldout=b/x.jsonl", SET, "reward.verifier=last_word"],
         ["engine.parallel={pp: 2, vpp: 2}", "rollout={prompts_per_step: 3, samples_per_prompt: 2}", "train.minibatches=2"],
     ],
 )
