@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +26,7 @@ from tepo_megatron.runtime.hub import HUB
 
 if TYPE_CHECKING:
     from tepo_megatron.core.problem import Problem
+    from tepo_megatron.run.sampling.inputs import Inputs
     from tepo_megatron.tasks.protocol import Task
 
 app = typer.Typer()
@@ -116,11 +117,12 @@ def run_checks(config: RunConfig, *, starts_here: bool = True) -> dict[str, Chec
             may_differ = TRAINER_MACHINE in check.needs and not lacks_gpu
             checks[check.name] = Check(partial(_finding_of, partial(check.verify, run), may_differ))
     if config.rollout.replay is None:
-        checks["model and data"] = Check(partial(_model_and_data, config))
+        read = cache(partial(_read, config))
+        checks["model and data"] = Check(partial(_model_and_data, config, read))
         if config.environment is not None:
             checks["environment"] = Check(partial(_environment, config.environment, config.rollout.sampling))
         else:
-            checks["verifier"] = Check(partial(_verifier, config))
+            checks["verifier"] = Check(partial(_verifier, config, read))
     return checks
 
 
@@ -195,14 +197,19 @@ def _external_server(config: RunConfig, index: int) -> Finding:
     return Finding("ok", f"{result.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms")
 
 
-def _model_and_data(config: RunConfig) -> Finding:
+def _read(config: RunConfig) -> Inputs | ValueError:
     from tepo_megatron.run.sampling.inputs import Inputs
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     try:
-        inputs = Inputs.read(config, resolve_model_path(config.model.path))
+        return Inputs.read(config, resolve_model_path(config.model.path))
     except ValueError as error:
-        return Finding("fail", config.model.path, str(error))
+        return error
+
+
+def _model_and_data(config: RunConfig, read: Callable[[], Inputs | ValueError]) -> Finding:
+    if isinstance(inputs := read(), ValueError):
+        return Finding("fail", config.model.path, str(inputs))
     passes = config.train.steps * config.rollout.prompts_per_step / max(1, len(inputs.train))
     counts = f"{len(inputs.train)} problems to train on, {passes:.1f} times in {config.train.steps} steps"
     counts += f"; {len(inputs.heldout)} held out"
@@ -231,17 +238,21 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Finding
         return Finding("fail", config.name, str(error))
 
 
-def _verifier(config: RunConfig) -> Finding:
-    from tepo_megatron.tasks.data.problems import load_problems
+def _verifier(config: RunConfig, read: Callable[[], Inputs | ValueError]) -> Finding:
+    from tepo_megatron.tasks.evaluate.evaluation import verifier_pools
     from tepo_megatron.tasks.reward.verifier_task import VerifierTask
+    from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
     sources = config.data.train_sources
     try:
-        problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
-        with closing(VerifierTask(config.reward, config.data)) as task:
-            task.rehearse(problems)
-            evaluated = config.data.heldout is not None and config.evaluate.every
-            advice = _misjudged(config, task, problems) if evaluated else ""
+        resolve_verifier(config.reward.verifier)
+        if isinstance(inputs := read(), ValueError):
+            return Finding("warn", config.reward.verifier, "it was not tried: see model and data")
+        with (
+            closing(VerifierTask(config.reward, config.data)) as task,
+            verifier_pools(config, inputs.sets, task, inputs.heldout, inputs.train),
+        ):
+            advice = _misjudged(config, task, inputs.heldout)
     except (ValueError, RuntimeError) as error:
         return Finding("fail", config.reward.verifier, str(error))
     names = dict.fromkeys(source.verifier or config.reward.verifier for source in sources)
@@ -253,15 +264,11 @@ _TRIED_PROBLEMS = 4
 
 
 def _misjudged(config: RunConfig, task: Task, problems: Sequence[Problem]) -> str:
-    """Returns which answer an evaluation would misjudge; empty: none of those tried. Raises ValueError as an evaluation."""
-    from tepo_megatron.tasks.protocol import RewardResult
-
+    """Returns which answer an evaluation would misjudge; empty: none of those tried."""
     of, tried = config.evaluate, problems[:_TRIED_PROBLEMS]
     wrong = [problem.other_answer(problems) for problem in tried]
     answers = [(problem, problem.answer, True) for problem in tried]
     answers += [(problem, text, False) for problem, text in zip(tried, wrong, strict=True) if text is not None]
-    for problem in tried:
-        RewardResult.check_component("evaluate.correct", of.correct, task.components_of(problem))
     results = task.score([(problem, text) for problem, text, _ in answers])
     for (problem, text, right), result in zip(answers, results, strict=True):
         if result.error is None and result.is_correct(of.correct_at, of.correct) != right:

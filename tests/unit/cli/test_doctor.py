@@ -31,10 +31,12 @@ from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.cli import invoke
+from tests.support.data_files import write_jsonl
 from tests.support.http_server import http_server
 from tests.support.programs import TIMEOUT_S
 from tests.support.shell import write_script
 
+SHORT = "rollout.sampling.max_new_tokens=16"
 HEALTHY = {
     "tepo-megatron": "0.1.0",
     "torch": "2.13.0+cpu",
@@ -365,7 +367,24 @@ def test_answers_that_an_evaluation_would_misjudge_are_reported(tmp_path: Path) 
         (["mild", "evaluate.correct_at=0.5"], "ok", ""),
     ]:
         name, *others = overrides
-        finding = of_run(load_run(None, [f"reward.verifier={tmp_path / 'mine.py'}:{name}", *others]), "verifier")
+        finding = of_run(load_run(None, [SHORT, f"reward.verifier={tmp_path / 'mine.py'}:{name}", *others]), "verifier")
+        assert (finding.status, said in finding.advice) == (status, True), finding
+
+
+def test_verifiers_are_tried_on_the_problems_that_the_run_reads(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def fails(problem, response):\n    raise KeyError('grade')\n")
+    rows = [{"prompt": f"1+{n}=", "answer": "none" if n < 4 else str(n + 1)} for n in range(8)]
+    path = write_jsonl(tmp_path / "sums.jsonl", rows)
+    settings = [SHORT, f"data.train={path}", "reward.verifier=last_number", "evaluate.every=0"]
+    more = write_jsonl(tmp_path / "more.jsonl", [{"prompt": "2+2=", "answer": "4"}])
+    heldout = f"data.heldout=[{{path: {more}, verifier: '{tmp_path}/mine.py:fails'}}]"
+    for others, status, said in (
+        ([], "fail", "last_number"),
+        (["data.filter=[number]"], "ok", ""),
+        (["data.filter=[number]", heldout, "evaluate.every=1"], "fail", "raised KeyError: 'grade'"),
+        (["data.train=none.jsonl"], "warn", "see model and data"),
+    ):
+        finding = of_run(load_run(None, [*settings, *others]), "verifier")
         assert (finding.status, said in finding.advice) == (status, True), finding
 
 
