@@ -5,6 +5,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +26,8 @@ Response to grade:
 Is the final answer of the response the same as the reference answer? Think briefly, then end with a line "Score: 1" if it is, \
 "Score: 0" if it is not."""
 
+_PATTERN = r"Score:\s*(?:(-?\d+(?:\.\d+)?)(?!\.?\d|\s*/))?"  # also what is no score, so that the last one counts
+
 _BUSY = (408, 409, 425, 429)
 _LONGEST_PAUSE_S = 30.0
 
@@ -36,7 +39,7 @@ class JudgeError(RuntimeError):
 class Judge:
     """Asks a model to score each response; a worker has up to ``reward.concurrency`` requests open.
 
-    A missing reply, a status other than 200 or a reply without a score raises ``JudgeError``. Transient errors (no
+    A missing or cut reply, a status other than 200 or a reply without a score raises ``JudgeError``. Transient errors (no
     connection, status 408, 409, 425, 429 or 5xx) are retried ``retries`` times, after 0.5, 1, 2, … seconds or as the server
     asks; ``reward.timeout_s`` limits all tries. Each worker remembers the last ``cache`` replies.
 
@@ -58,7 +61,7 @@ class Judge:
         model: str,
         *,
         prompt: str = _PROMPT,
-        pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
+        pattern: str = _PATTERN,
         api_key_env: str | None = None,
         max_tokens: int = 512,
         temperature: float = 0.0,
@@ -93,13 +96,15 @@ class Judge:
         # Not str.format: the prompt may have other braces, and inserted text must not be parsed.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
         reply = await self.ask(question)
-        try:
+        score = None
+        with suppress(TypeError, ValueError):  # no match, an optional group, or no number
             *_, last = self._pattern.finditer(reply)
-            return float(last[1 if self._pattern.groups else 0])
-        except (TypeError, ValueError):  # no match, an optional group, or no number
+            score = float(last[1 if self._pattern.groups else 0])
+        if score is None or (self._prompt == _PROMPT and not 0 <= score <= 1):
             self._replies.pop(question, None)
             shown = self._shown(reply)
-            raise JudgeError(f"the judge's reply has no score ({self._pattern.pattern}): {shown!r}") from None
+            raise JudgeError(f"the judge's reply has no score that it was asked for ({self._pattern.pattern}): {shown!r}")
+        return score
 
     async def ask(self, question: str) -> str:
         """The reply may be remembered. Raises JudgeError if all tries fail."""
@@ -131,9 +136,13 @@ class Judge:
 
     def _read(self, question: str, answer: httpx.Response) -> str:
         try:
-            reply = parse_json(answer.content, "it")["choices"][0]["message"]["content"]
+            choice = parse_json(answer.content, "it")["choices"][0]
+            reply, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, KeyError, IndexError, TypeError):
-            reply = None
+            reply, cut = None, False
+        if cut and self._pattern.pattern == _PATTERN:  # the instruction to end with a score may be all that it has repeated
+            limit = self._body["max_tokens"]
+            raise JudgeError(f"the judge's reply was cut at max_tokens = {limit}, raise it: {self._shown(str(reply))!r}")
         if not isinstance(reply, str):
             raise JudgeError(f"the judge at {self._url} gave no reply: no chat completion: {self._shown(answer.text)}")
         self._replies[question] = reply

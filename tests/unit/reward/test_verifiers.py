@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -225,8 +226,9 @@ class JudgeServer:
             threading.Event().wait(TIMEOUT_S)
         if question.startswith("status"):
             return int(question.split()[1]), f"wrong: {headers['Authorization']}".encode()
-        said = {"right": "yes. Score: 0 … no, Score: 1", "half": "Score: 0.5", "busy once": "Score: 1"}
-        reply = {"choices": [{"message": {"role": "assistant", "content": said.get(question, "I like it")}}]}
+        said = {"right": "yes. Score: 0 … no, Score: 1", "half": "Score: 0.5", "busy once": "Score: 1", "cut": "Score: 1"}
+        message = {"role": "assistant", "content": said.get(question, "I like it")}
+        reply = {"choices": [{"message": message, "finish_reason": "length" if question == "cut" else "stop"}]}
         status = 429 if (question, self.asked[question]) == ("busy once", 1) else 200
         return status, b"<html>" if question == "no json" else json.dumps(reply).encode()
 
@@ -250,6 +252,30 @@ def test_the_first_group_of_a_pattern_is_the_score(server: JudgeServer, pattern:
     judge: Any = Judge(**kwargs(server, pattern=pattern))  # type: ignore[arg-type]
     with nullcontext() if score else pytest.raises(JudgeError, match="has no score"):
         assert asyncio.run(judge.score(_problem("a"), ResponseText("right"))) == score
+    cut: Any = Judge(**kwargs(server, pattern="1$"))  # type: ignore[arg-type]
+    assert asyncio.run(cut.score(_problem("a"), ResponseText("cut"))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "score", "own_prompts_score"),
+    [
+        ("Score: 1.", 1.0, 1.0),
+        ("Score: 0.25", 0.25, 0.25),
+        ("Score: 100", None, 100.0),
+        ("Score: -1", None, -1.0),
+        ("Score: 1/10", None, None),
+        ("Score: 10 / 10", None, None),
+        ("Score: 0.5/1", None, None),
+        ("Score: 1 or Score: 0, I was asked. Score: 1/1", None, None),
+    ],
+)
+def test_a_score_is_as_the_prompt_asks(reply: str, score: float | None, own_prompts_score: float | None) -> None:
+    settings: Any
+    for settings, expected in (({}, score), ({"prompt": "{response}?"}, own_prompts_score)):
+        judge: Any = Judge("http://127.0.0.1:9/v1", "m", **settings)
+        judge.ask = AsyncMock(return_value=reply)
+        with pytest.raises(JudgeError, match="has no score") if expected is None else nullcontext():
+            assert asyncio.run(judge.score(_problem("a"), ResponseText("5"))) == expected
 
 
 def test_scores_come_from_the_judge_and_outages_are_failures(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +287,7 @@ def test_scores_come_from_the_judge_and_outages_are_failures(server: JudgeServer
         "busy once": 1.0,
         "right {answer}": "reply has no score",
         "no grade": "the judge's reply has no score",
+        "cut": "the judge's reply was cut at max_tokens = 512, raise it: 'Score: 1'",
         "no json": "no chat completion: <html>",
         "status 503": "status 503: wrong: Bearer ***",
         "status 401": "status 401: wrong: Bearer ***",
@@ -275,9 +302,9 @@ def test_scores_come_from_the_judge_and_outages_are_failures(server: JudgeServer
             else:
                 assert (result.reward, result.error) == (wanted, None)
         # What was answered is not asked again, what failed is.
-        pool.score([(Problem("p", "q", "a"), response) for response in ("right", "half", "no grade", "status 401")])
+        pool.score([(Problem("p", "q", "a"), response) for response in ("right", "half", "no grade", "status 401", "cut")])
     assert server.asked["right"] == server.asked["half"] == 1
-    assert server.asked["no grade"] == 2
+    assert server.asked["no grade"] == server.asked["cut"] == 2
     assert server.asked["status 503"] == 3
     assert server.asked["status 401"] == 2
     assert server.asked["busy once"] == 2
