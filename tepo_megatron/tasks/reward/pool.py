@@ -43,7 +43,7 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
         super().__init__(
             lambda: Worker(WorkerProcess("tepo_megatron.tasks.reward.worker", forked)),
             config,
-            names=("verifier", "reward", f"reward.verifier = {config.verifier!r}"),
+            names=("verifier", "reward", f"the verifier {config.verifier!r}"),  # it may be a source's, or a set's
             setup={"verifier": verifier},
         )
 
@@ -109,7 +109,7 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
             results = self.score([items[number] for number in numbers], numbers)
             if results and all(result.error for result in results):
                 raise ValueError(
-                    f"reward.verifier = {self._config.verifier!r} cannot score the first {len(items)} problems, each with "
+                    f"the verifier {self._config.verifier!r} cannot score the first {len(items)} problems, each with "
                     f"{whose} answer as the response: {results[0].error}; correct the verifier, or the data"
                 )
             if self.components is None:

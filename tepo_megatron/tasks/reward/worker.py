@@ -83,10 +83,10 @@ def _scoring(setup: Mapping[str, Any], limits: WorkerLimits, custom: Any) -> tup
             verifier = verifier(**kwargs)
         except (Exception, SystemExit) as error:
             why = limits.raised(error, verifier.__init__).removeprefix("the verifier ")
-            arguments = f"reward.kwargs {', '.join(kwargs)}" if kwargs else "no reward.kwargs"  # values may be private
+            arguments = f"kwargs {', '.join(kwargs)}" if kwargs else "no kwargs"  # values may be private
             raise ValueError(f"the verifier {name!r} cannot be made with {arguments}: it {why}") from error
     elif kwargs:
-        raise ValueError(f"reward.kwargs is for a verifier that is a class, and {name!r} is none; leave it out")
+        raise ValueError(f"the verifier {name!r} is no class, and takes no kwargs ({', '.join(kwargs)}); leave them out")
     if hasattr(verifier, "score_group"):
         return verifier.score_group, True
     if hasattr(verifier, "score"):

@@ -112,10 +112,10 @@ def test_a_class_is_made_once_a_worker(file: str) -> None:
     ("name", "kwargs", "message"),
     [
         ("Counted", {"start": 1, "fail": True}, r"raised OSError: no model here, at .*math\.py:\d+: \"raise OSError"),
-        ("Counted", {"key": "secret"}, r"with reward\.kwargs key: it raised TypeError: .*unexpected keyword argument 'key'"),
-        ("Counted", {}, r"with no reward\.kwargs: it raised TypeError: .*'start'"),
+        ("Counted", {"key": "secret"}, r"the verifier '.*' cannot be made with kwargs key: it raised TypeError: .* 'key'"),
+        ("Counted", {}, r"with no kwargs: it raised TypeError: .*'start'"),
         ("Neither", {}, "neither a method score nor score_group"),
-        ("sees", {"start": 1}, r"reward\.kwargs is for a verifier that is a class"),
+        ("sees", {"start": 1}, r"sees' is no class, and takes no kwargs \(start\)"),
         ("nothing", {}, "has no function nothing"),
     ],
 )

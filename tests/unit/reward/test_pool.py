@@ -335,7 +335,7 @@ def test_a_verifier_that_cannot_work_is_refused_with_its_own_line(tries: Path, f
     number, text = next((i, text) for i, text in enumerate(Path(FILE).read_text().splitlines(), start=1) if line in text)
     said = str(caught.value)
     assert f"problem 'p1': the verifier {message}, at {FILE}:{number}: \"{text.strip()}\"" in said
-    assert said.startswith(f"reward.verifier = '{FILE}:{function}'")
+    assert said.startswith(f"the verifier '{FILE}:{function}' cannot score")
     takes = "; a reward takes (problem, response)" * (function == "three")
     assert said.endswith(f'"{takes}; correct the verifier, or the data')
 
