@@ -165,11 +165,11 @@ def _messages_column(columns: Mapping[str, Any], prompt_column: str, messages_co
 
 
 def _get(columns: Mapping[str, Any], name: str) -> Any:
-    """``a.b`` is the key b of column a."""
+    """``a.b`` is the key b of column a. NaN, which pandas writes where a value is missing, is None."""
     value: Any = columns
     for part in [name] if name in columns else name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    return None if value != value else value
 
 
 def _text(columns: Mapping[str, Any], config: SourceConfig, field: str) -> str:

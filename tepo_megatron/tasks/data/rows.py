@@ -181,7 +181,7 @@ def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
     """Numbers stay text, because "1.50" must not become "1.5"."""
     text = _text(data, place, of)
     try:
-        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        return text, json.loads(text, parse_int=str, parse_float=str)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error

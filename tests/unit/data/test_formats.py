@@ -96,6 +96,7 @@ GOOD = '{"prompt": "p", "answer": "a", "id": "one"}\n'
         ("jsonl", '{"prompt": "  \\n", "answer": "a"}', ":1: 'prompt' is empty"),
         ("jsonl", '{"prompt": "p", "answer": " "}', ":1: 'answer' is empty"),
         ("jsonl", '{"prompt": "p", "answer": null}', ":1: 'answer' is null$"),
+        ("jsonl", '{"prompt": "p", "answer": NaN}', ":1: 'answer' is null$"),
         ("jsonl", '{"prompt": "p"}', r":1: 'answer' is missing \(the keys are: prompt\)$"),
         ("jsonl", '{"prompt": "p", "the (b)": "x"}', r":1: .* such as 'data\.fields\.answer=the \(b\)'$"),
         ("jsonl", '{"prompt": "p", "answer": {"value": 1}}', r":1: .*}; .* such as data\.fields\.answer=answer\.value$"),
@@ -164,6 +165,11 @@ def test_a_template_makes_the_prompt_of_any_columns(tmp_path: Path) -> None:
     (built_in, *_) = load_problems(source("builtin:addition-heldout", template="Q: {prompt} A:", name="sums"))
     assert built_in.prompt.startswith("Q: ")
     assert built_in.id.startswith("sums/")
+    lacking = write_parquet(tmp_path / "c.parquet", [{"answer": 2.5, "level": float("nan")}])
+    with pytest.raises(ValueError, match=r"the template has \{level\}, which is missing or empty"):
+        load_problems(source(lacking, template="{level}"))
+    with pytest.raises(ValueError, match="row 1: 'level' is null"):
+        load_problems(source(lacking, fields={"prompt": "answer", "answer": "level"}))
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the template has \{nothing\}, .* \(the keys are: question, unit, ans"):
         load_problems(source(path, template="{nothing}"))
 
