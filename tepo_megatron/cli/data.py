@@ -46,7 +46,7 @@ def _show_command(
     from tepo_megatron.tasks.data.builtin import resolve_model_path
     from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(resolve_model_path(config.model.path))
+    tokenizer = load_tokenizer(resolve_model_path(config.model.path), config.data.chat_template_kwargs)
     if heldout and config.data.heldout is None:
         raise ValueError("data.heldout is not given: there are no held-out problems to show")
     result = sources.Source.read_all(config.data, "heldout" if heldout else "train", tokenizer)

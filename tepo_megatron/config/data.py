@@ -156,6 +156,9 @@ class DataConfig(_PromptsConfig):
     chat_template: bool = False
     """Wrap prompts in the tokenizer's chat template; prompts of messages always are."""
 
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as ``{enable_thinking: false}``, wherever the run uses it."""
+
     special_tokens: bool = False
     """Special tokens' names in plain prompts and ``template`` become these tokens. false: plain text."""
 

@@ -45,7 +45,7 @@ class Inputs:
         """``has_reward``: the verifier is an object. Raises ValueError."""
         config.require_data()
         check_plugins(config)
-        tokenizer = load_tokenizer(model_dir)
+        tokenizer = load_tokenizer(model_dir, config.data.chat_template_kwargs)
         tokenizer.check_model()
         if config.environment is not None:
             resolve_environment(config.environment.name)
@@ -88,6 +88,11 @@ class Inputs:
             _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")
         left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
         problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
+        seen = [*problems, *unseen, *(problem for chosen in sets for problem in chosen.problems)]
+        if config.data.chat_template_kwargs and config.environment is None and not any(problem.messages for problem in seen):
+            raise ValueError(
+                "data.chat_template_kwargs does nothing for plain prompts; set data.chat_template, or leave it out"
+            )
         order = ProblemSampler.of(problems, config.data, config.seed)
         return cls(model_dir, spec, tokenizer, problems, order, unseen, left_out, sets)
 

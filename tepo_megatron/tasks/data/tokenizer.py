@@ -28,9 +28,9 @@ _TEXTS = 200
 _BAD_WORDS = {"VLLM_MAX_NUM_BAD_WORDS": 128, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": 1024}
 
 
-def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """Takes ``tokenizer.json``, else ``tokenizer.model``, else ``AutoTokenizer`` without the folder's code. Raises
-    ValueError if none is usable or no end token is known.
+def load_tokenizer(model_dir: str | Path, variables: Mapping[str, Any] | None = None) -> Tokenizer:
+    """Takes ``tokenizer.json``, else ``tokenizer.model``, else ``AutoTokenizer`` without the folder's code. ``variables`` are
+    the chat template's. Raises ValueError if none is usable, no end token is known, or the template has no such variable.
     """
     folder = Path(model_dir)
     has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
@@ -38,11 +38,19 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         raise ValueError(
             f"{folder} has no tokenizer: copy tokenizer.model, or tokenizer.json and tokenizer_config.json, into it"
         )
-    return _SentencePieceTokenizer(folder) if has_model and not has_json else _HuggingFaceTokenizer(folder)
+    tokenizer = _SentencePieceTokenizer(folder) if has_model and not has_json else _HuggingFaceTokenizer(folder)
+    words = {*re.findall(r"\w+", str(tokenizer.chat_template or ""))} - {"messages", "tools", "add_generation_prompt"}
+    if other := [name for name in variables or {} if name not in words]:
+        raise ValueError(f"data.chat_template_kwargs: {other[0]} is no variable of {folder}'s chat template; leave it out")
+    tokenizer.variables = variables or {}
+    return tokenizer
 
 
 class Tokenizer(ABC):
     """``eos_ids`` end a response; the tokenizer's own is first. ``vocab_size``: the largest id plus one, without padding."""
+
+    chat_template: Any = None
+    variables: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path, *, size: int, special: Iterable[int], end: int | None, unknown: int | None) -> None:
         self._folder, self.vocab_size, self.unk_id = folder, size, unknown
@@ -235,6 +243,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         special = {i: str(token) for i, token in added.items() if token.special}
         size = max(len(model), max(added, default=-1) + 1)
         super().__init__(folder, size=size, special=special, end=model.eos_token_id, unknown=model.unk_token_id)
+        self.chat_template = model.chat_template
         longest_first = sorted(special.values(), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -248,13 +257,13 @@ class _HuggingFaceTokenizer(Tokenizer):
         return ids[:-1] if ids[-1:] == end != plain[-1:] else ids
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        return self._fill_template(messages, tools)[0] if self._model.chat_template else super().chat_ids(messages)
+        return self._fill_template(messages, tools)[0] if self.chat_template else super().chat_ids(messages)
 
     def open_chat_ids(self, messages: Sequence[AnyMessage]) -> tuple[list[int], list[int]]:
-        return self._fill_template(messages, split="end") if self._model.chat_template else super().open_chat_ids(messages)
+        return self._fill_template(messages, split="end") if self.chat_template else super().open_chat_ids(messages)
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
-        if not self._model.chat_template:
+        if not self.chat_template:
             return super().turn_ids(messages, ended=ended)
         _, ids = self._fill_template(messages, split="answer")
         return ids[1:] if ended and ids and ids[0] in self.eos_ids else ids
@@ -279,10 +288,9 @@ class _HuggingFaceTokenizer(Tokenizer):
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] if split == "answer" else []
         if split == "end":
             filled[-1] = {**filled[-1], "content": filled[-1]["content"] + answer}
+        more = {**self.variables, **({} if tools is None else {"tools": shown})}
         try:
-            text = self._model.apply_chat_template(
-                [*before, *filled], add_generation_prompt=True, tokenize=False, **({} if tools is None else {"tools": shown})
-            )
+            text = self._model.apply_chat_template([*before, *filled], add_generation_prompt=True, tokenize=False, **more)
         except Exception as error:  # templates are programs and raise anything
             why = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(str(message["role"]) for message in plain) + (" after an answer" if before else "")

@@ -60,7 +60,7 @@ def evaluate_model(
     spec = read_model_spec(folder)
     sampler_spec().check_model(config.rollout.server.model_copy(update={"transfer": "gather"}), spec)  # vLLM loads the weights
     servers = _without_trainer(config.rollout.server)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)
     tokenizer.check_model()
     heldout, left_out = _heldout(config, tokenizer, sets)
     chosen = EvaluationSet.load_all(config, tokenizer, sets)

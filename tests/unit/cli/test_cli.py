@@ -288,6 +288,9 @@ def test_a_shell_completes_settings_and_commands(words: str, completions: set[st
     assert set(invoke(env=environment, prog_name="tepo").stdout.split()) == completions
 
 
+VARIABLE = "data.chat_template_kwargs={thinks: false}"
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
     """A model with a chat template, and two sources: messages, and Parquet with a template of its own."""
@@ -302,6 +305,7 @@ def settings(tmp_path: Path) -> list[str]:
 
 
 def test_prompts_counts_and_what_is_left_out(settings: list[str]) -> None:
+    assert "thinks is no variable" in invoke("data", "show", *settings, VARIABLE, code=1).stderr
     shown = as_json("data", "show", *settings)
     talk, sums = shown["sources"]
     assert (talk["source"], talk["share"], talk["problems"], talk["used"]) == ("talk", 0.75, 3, 2)

@@ -19,7 +19,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
-from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
+from tests.support.chat_tokenizer import SPECIAL, TEMPLATE, write_chat_tokenizer
 
 TINY = resolve_model_path("builtin:tiny")
 tiny = load_tokenizer(TINY)
@@ -161,6 +161,20 @@ class TestChat:
         written = f"⟦<|user|>⟧{first.strip()}⟦<|end|>⟧⟦<|system|>⟧{second.strip()}⟦<|end|>⟧⟦<|assistant|>⟧"
         assert chat.show(ids) == written
         assert chat.turn_ids(turns, ended=False) == [END, *ids]
+
+    def test_variables_reach_the_template(self, tmp_path: Path) -> None:
+        folder = write_chat_tokenizer(tmp_path, TEMPLATE + "{% if not (thinks | default(true)) %}<none>{% endif %}")
+        talk = (("user", "a"),)
+        expected = "⟦<|user|>⟧a⟦<|end|>⟧⟦<|assistant|>⟧"
+        for variables, written in ({}, expected), ({"thinks": True}, expected), ({"thinks": False}, f"{expected}<none>"):
+            tokenizer = load_tokenizer(folder, variables)
+            assert tokenizer.show(encode_prompt(tokenizer, Problem("p", "a", "b", messages=talk))) == written
+            assert tokenizer.show(tokenizer.turn_ids(talk, ended=True)) == written
+        for name in ("think", "messages"):
+            with pytest.raises(ValueError, match=r"data\.chat_template_kwargs: \w+ is no variable of .*'s chat template"):
+                load_tokenizer(folder, {name: False})
+        with pytest.raises(ValueError, match="thinks is no variable of"):
+            load_tokenizer(TINY, {"thinks": False})
 
     def test_a_template_that_refuses_says_why(self, chat: Tokenizer) -> None:
         talk = (("user", "a"), ("user", "b"))

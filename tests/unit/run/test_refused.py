@@ -23,7 +23,7 @@ from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.rollout_file import record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.tokenizer import Tokenizer
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.checkpoints import make_whole
 from tests.support.random_models import write_llama
@@ -163,6 +163,15 @@ def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(make:
     assert seen[0].endswith("=")
     assert seen[1].isdecimal()
     assert seen[-1] == "never"
+
+
+def test_variables_of_the_chat_template_that_cannot_act_are_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make("data.chat_template_kwargs={thinks: false}")
+    with pytest.raises(ValueError, match=r"data\.chat_template_kwargs: thinks is no variable of .*'s chat template"):
+        read(config)
+    monkeypatch.setattr("tepo_megatron.run.sampling.inputs.load_tokenizer", lambda folder, _: load_tokenizer(folder))
+    with pytest.raises(ValueError, match=r"data\.chat_template_kwargs does nothing for plain prompts; set data\.chat_template"):
+        read(config)
 
 
 def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) -> None:
