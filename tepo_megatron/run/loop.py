@@ -161,16 +161,22 @@ class Loop:
             engine.onload_weights_only()
             version = engine.weights.version(self.step)
             died = False
+            failed: Exception | None = None
             if self.rank0 is None:
                 self.publisher.update_weights(version)
             else:
-                died = self.rank0.update_weights(version, self.publisher)
+                try:
+                    died = self.rank0.update_weights(version, self.publisher)
+                except (RuntimeError, ValueError) as error:
+                    if not is_ours(error):
+                        raise
+                    failed = error  # it is raised after the canary, in which the other ranks take part
             # By the step, so that a resumed run checks, and logs, after the same steps; and if all servers have just started.
             sync = 0 if self.servers_are_new else self.step
             prompt = Canary.due_prompt(self.config, engine.spec, sync=sync, has_drawn=self.has_drawn)
             logprobs = () if prompt is None else engine.prompt_logprobs(prompt)
             engine.offload()
-            if self.checked(lambda rank0: rank0.servers.revive_or_wake(died)):
+            if self.checked(lambda rank0: rank0.revive_or_wake(died, failed)):
                 return False
             return prompt is None or not self.checked(lambda rank0: rank0.check_canary(self.step, prompt, logprobs))
 

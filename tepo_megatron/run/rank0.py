@@ -171,6 +171,12 @@ class Rank0:
             self.collector.published(version)
         return died
 
+    def revive_or_wake(self, died: bool, failed: Exception | None) -> bool:
+        """Returns whether some servers have stale weights, after a weight update."""
+        if failed is not None:
+            raise failed
+        return self.servers.revive_or_wake(died)
+
     def check_rollouts(self, step: int, scored: Sequence[Batch]) -> None:
         try:
             self.checks.check_rollouts(step, scored, self.collector.rollouts)

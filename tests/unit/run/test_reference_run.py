@@ -405,15 +405,25 @@ def test_steps_before_a_failed_canary_are_saved(reference_run: Any, monkeypatch:
     assert reference_run(settings).run().noted("row ") == ["row 2", "row 3"]
 
 
-@pytest.mark.parametrize(("call", "saved"), [("weights 2", "save 2"), ("wake", "save 2"), ("sleep", "save 1")])
-def test_steps_before_servers_that_cannot_be_restarted_are_saved(
-    call: str, saved: str, reference_run: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "fails", "saved"),
+    [
+        *(("weights 2", "revive", "save 2"), ("wake", "revive", "save 2"), ("sleep", "revive", "save 1")),
+        ("", "update_weights_from_tensors", "save 2"),
+    ],
+)
+def test_steps_before_servers_that_cannot_be_restarted_or_updated_are_saved(
+    call: str, fails: str, saved: str, reference_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The canary's collective comes before the error: the other ranks take part in it."""
+
     class Kills:
         def on_step_end(self, step: int, row: Any) -> None:
-            run.deaths += [call] * (step == 1)
+            if step == 1:
+                run.deaths += [call]
+                # any sentence
+                monkeypatch.setattr(ReferenceSampler, fails, lambda *_: shared_key(Path("/dev/null/registry")))
 
-    monkeypatch.setattr(ReferenceSampler, "revive", lambda sampler: shared_key(Path("/dev/null/registry")))  # any sentence
     run = reference_run({"train": {"steps": 3, "save_every": 0}, **SHARED}, callbacks=[Kills()])
     with pytest.raises(RuntimeError, match="the key of the rollout servers cannot be written"):
         run.run()
