@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.consistency_checks import Canary
@@ -95,8 +96,7 @@ class Loop:
         rollouts = self.with_servers(lambda rank0: rank0.collect(self.step))
         with self.phase("score"):
             self.onload_trainer()
-            teachers = self.on_root(lambda rank0: rank0.teachers_of(rollouts or ()))
-            batch = mark_recorded(engine.batch_from_root(rollouts, teachers), self.config.log, self.step + 1)
+            batch = mark_recorded(self.batch_of(rollouts), self.config.log, self.step + 1)
             noise_every = self.config.engine.noise_every
             noise = engine.measure_noise(batch) if noise_every and self.step % noise_every == 0 else {}
             # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
@@ -122,6 +122,17 @@ class Loop:
         self.update_weights()
         self.evaluate()
         self.log(row)
+
+    def batch_of(self, rollouts: list[Rollout] | None) -> Batch:
+        """Rollouts that cannot be trained on are not taken from the journal again."""
+        teachers = self.checked(lambda rank0: rank0.teachers_of(rollouts or ()))
+        try:
+            return self.engine.batch_from_root(rollouts, teachers)
+        except ValueError as error:
+            if not is_ours(error):
+                raise
+            self.on_root(lambda rank0: rank0.collector.refuse(self.step))
+            raise _WorkFailed(error) from None
 
     def check_skipped(self, batch: Batch, updates: Sequence[UpdateResult]) -> None:
         try:

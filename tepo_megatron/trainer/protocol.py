@@ -153,8 +153,8 @@ class Trainer(Protocol):
 
     def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         """Packs rank 0's rollouts (others are not read) in order, with advantages, for every rank. ``teachers``: the place in
-        the config of each one's teacher, if there are several. Raises ValueError on rank 0 if a rollout lacks experts or
-        sampling masks that the config needs.
+        the config of each one's teacher, if there are several. Raises ValueError on every rank for rollouts that cannot be
+        trained on, as those without experts or sampling masks that the config needs.
         """
 
     def score(self, batch: Batch) -> Batch:

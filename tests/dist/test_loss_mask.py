@@ -6,6 +6,7 @@ and on two.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
             "rollout": {"sampling": {"temperature": 1.0}},
         }
     )
-    batch = engine.score(engine.batch_from_root(rollouts() if engine.ranks.rank == 0 else None))
+    is_root = engine.ranks.rank == 0
+    with pytest.raises(ValueError, match="has no reward"):  # on every rank
+        engine.batch_from_root([replace(rollout, reward=None) for rollout in rollouts()] if is_root else None)
+    batch = engine.score(engine.batch_from_root(rollouts() if is_root else None))
     result = engine.update(batch)
     save_checkpoint(engine, folder / split.name, step=1, state={})
     entropy = result.sums["entropy/mean"]

@@ -19,7 +19,7 @@ from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.types import Batch
-from tepo_megatron.errors import NotFiniteError
+from tepo_megatron.errors import NotFiniteError, is_ours
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import check_config
@@ -141,24 +141,33 @@ class Engine:
 
     def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         self._unscored.clear()
-        rollout = self.config.rollout
-        replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
-        packed = None
-        if rollouts is not None:
-            check_judged(rollouts, teachers, self.config)
-            check_recorded(rollouts, routes_of=self.spec if replays else None, sampling_masks=truncates)
-            packed = pack(
-                rollouts,
-                mask_truncated=rollout.truncated == "mask",
-                routes=replays,
-                sampling_masks=truncates,
-                top_tokens=self.config.objective.teacher_top_k > 0,
-                reward_parts=self._reads_parts,
-                cut_episodes=self.config.environment is not None,
-            )
-            packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
+        packed, refused = None, None
+        try:
+            packed = None if rollouts is None else self._pack(rollouts, teachers)
+        except ValueError as error:
+            if not is_ours(error):
+                raise
+            refused = error
+        if (sentence := self.broadcast_from_root(refused and str(refused))) is not None:
+            raise refused or ValueError(sentence)
         batch = broadcast(packed, self.platform.device)
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # not read again
+
+    def _pack(self, rollouts: list[Rollout], teachers: Sequence[int] | None) -> Batch:
+        rollout = self.config.rollout
+        replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
+        check_judged(rollouts, teachers, self.config)
+        check_recorded(rollouts, routes_of=self.spec if replays else None, sampling_masks=truncates)
+        packed = pack(
+            rollouts,
+            mask_truncated=rollout.truncated == "mask",
+            routes=replays,
+            sampling_masks=truncates,
+            top_tokens=self.config.objective.teacher_top_k > 0,
+            reward_parts=self._reads_parts,
+            cut_episodes=self.config.environment is not None,
+        )
+        return packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
 
     def score(self, batch: Batch) -> Batch:
         try:

@@ -354,6 +354,26 @@ def test_steps_before_an_error_of_the_rewards_are_saved(
     assert reference_run(settings, reward=judge).run().digest == whole.digest
 
 
+def test_steps_before_rollouts_that_make_no_batch_are_saved(reference_run: Any, tmp_path: Path) -> None:
+    """The resumed run asks the corrected function again."""
+    path, parts = tmp_path / "own.py", "{'right': 1.0, 'tool' if sampler.step == 3 and at else 'short': at % 2}"
+    text = (
+        "from dataclasses import replace\n"
+        "def draw(problems, sampler):\n"
+        "    drawn = [rollout for group in sampler.sample(problems) for rollout in group]\n"
+        f"    return [replace(rollout, reward=1.0, reward_parts={parts}) for at, rollout in enumerate(drawn)]\n"
+    )
+    path.write_text(text)
+    settings = {"train": {"steps": 3, "save_every": 0, "resume": "auto"}, "objective.preset": "gdpo"}
+    run = reference_run({**settings, "rollout.collect": f"{path}:draw"})
+    with pytest.raises(ValueError, match=r"has the reward's components .* the same") as caught:
+        run.run()
+    assert is_ours(caught.value)
+    assert run.noted("save ") == ["save 2"]
+    path.write_text(text.replace("== 3", "== 9"))
+    assert reference_run({**settings, "rollout.collect": f"{path}:draw"}).run().noted("row ") == ["row 3"]
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "sync": {},
     "filters": {"rollout.filter_groups": {"max_batches": 9}},
