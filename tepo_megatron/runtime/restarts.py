@@ -96,6 +96,8 @@ SILENT_S = 30.0
 """A node is gone if its agent writes nothing for so long."""
 GATHER_S = 60.0
 """An agent ends its ranks in half a minute."""
+LEAVE_S = 30.0
+"""After ranks that left in order, as after a stop signal, those of other nodes have so long to do it."""
 
 
 class NodeMeeting:
@@ -129,8 +131,8 @@ class NodeMeeting:
                     if ended_here and not set(end.killed) - ended_here:
                         end = RanksEnd(end.code, "ended with the ranks of another node", lost=True)
                     self._write(f"{number}/end/{self._node}", list(end))
-                    if end.code:
-                        self._write(f"{number}/over", 1)
+                    if end.lost or (end.code and not self._store.check([f"{number}/over"])):
+                        self._write(f"{number}/over", 0.0 if end.lost else LEAVE_S)
                 if not self._continues(number, members):
                     self._leave()
                     return end
@@ -206,15 +208,17 @@ class NodeMeeting:
 
         def watch() -> None:
             beats: dict[int, tuple[bytes, float]] = {}  # node → its last beat, and seconds of silence since
-            last = time.monotonic()
+            last, over_s = time.monotonic(), 0.0
             for beat in count():
                 now = time.monotonic()
                 elapsed_s, last = min(now - last, 2 * POLL_INTERVAL_S), now  # in a longer gap this process was stopped, too
                 try:
                     self._watching.set(f"alive/{self._node}", str(beat))
                     if self._node == 0 and any(self._is_silent(number, node, beats, elapsed_s) for node in members):
-                        self._watching.set(f"{number}/over", "1")
+                        self._watching.set(f"{number}/over", "0")
                     over = self._watching.check([f"{number}/over"])
+                    over_s += elapsed_s if over else 0.0
+                    over = over and over_s >= json.loads(self._watching.get(f"{number}/over"))
                 except RuntimeError:  # the first node is gone: the next request of the main thread says so
                     over = True
                 if stop.wait(POLL_INTERVAL_S):
