@@ -170,7 +170,7 @@ class FakeServers:
             result = self._ready.get(timeout=min(timeout_s, 0.005))
         except queue.Empty:
             return None
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
 
@@ -180,7 +180,7 @@ class FakeServers:
         for sample in (0, 1):
             self._ready.put((number, sample, Response([5, 6, 7 + sample], [-1.0, -2.0, -3.0], "stop", versions)))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         self._ready.put(error)
 
 

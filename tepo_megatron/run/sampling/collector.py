@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import traceback
 from collections import defaultdict
@@ -314,7 +315,7 @@ class _BackgroundThread(threading.Thread):
         super().__init__(name="sample-ahead", daemon=True)
         self._work, self._buffer = work, buffer
         self._is_ready = self._is_closed = False
-        self._error: Exception | SystemExit | None = None
+        self._error: BaseException | None = None
 
     def resume(self) -> None:
         with self._buffer.changed:
@@ -348,7 +349,7 @@ class _BackgroundThread(threading.Thread):
                 generation = self._buffer.generation
             try:
                 self._work(lambda: self._is_closed or self._buffer.generation != generation)  # noqa: B023 read in this round
-            except (Exception, SystemExit) as error:  # the main thread raises it
+            except BaseException as error:  # the main thread raises it
                 with changed:
                     self._error, self._is_ready = error, False
                     changed.notify_all()
@@ -363,7 +364,7 @@ def _draw_groups(
     samples = sampler.samples
     try:
         rollouts = collect(problems, sampler)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         if is_ours(error) or isinstance(error, ServerDied):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]

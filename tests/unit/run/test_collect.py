@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from collections import Counter
@@ -365,6 +366,10 @@ def test_a_changed_prompt_is_asked_and_judged_also_where_prompts_are_messages(tm
     assert {tuple(prompt) for _, _, prompt, _ in fleet.asked} == {(1, 7)} == {tuple(ids) for ids in judged}
 
 
+async def cancelled() -> None:
+    raise asyncio.CancelledError
+
+
 def spoiled(**changes: Any) -> Any:
     """Changes the first rollout."""
     return lambda found: [replace(found[0], **changes), *found[1:]]
@@ -385,6 +390,7 @@ def spoiled(**changes: Any) -> Any:
         (lambda found: [each.text for each in found], "returned no list of rollouts in step 1"),
         (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_collect\.py:\d+\)"),
         (lambda found: sys.exit(3), r"raised SystemExit in step 1: 3 \(.*test_collect\.py:\d+\)"),
+        (lambda found: asyncio.run(cancelled()), r"raised CancelledError in step 1: .*test_collect\.py:\d+\)"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_with_a_sentence(how: Any, says: str, tmp_path: Path) -> None:

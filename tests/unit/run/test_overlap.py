@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -221,14 +222,15 @@ def test_what_is_too_old_and_complete_at_the_last_moment_is_dropped(make: Any) -
     assert (old in batch, figures["staleness/dropped"]) == (False, 1)
 
 
-def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
+@pytest.mark.parametrize("kind", [ValueError, CancelledError])
+def test_an_error_that_is_no_servers_death_ends_the_run(kind: type[BaseException], make: Any) -> None:
     run = make(1, steps=100)
     collect_later(run, run.finish_all)
     run.trained()
     run.asked(3 * B)
-    run.servers.fail(ValueError("a prompt is empty"))
+    run.servers.fail(kind("a prompt is empty"))
     wait_until(lambda: run.schedule._thread._error is not None, TIMEOUT_S, "the error")
-    with pytest.raises(ValueError, match="a prompt is empty"):
+    with pytest.raises(kind, match="a prompt is empty"):
         run.collect()
 
 
