@@ -38,6 +38,9 @@ _OTHERS_S = 5.0
 
 _SAY_S = 2.0
 
+_REPEATED_S = 0.5
+"""A SIGINT to all processes of a job comes twice to a rank, since the parent sends it on: that is no second Ctrl-C."""
+
 
 class StopRequested(KeyboardInterrupt):
     """In a loop all ranks raise it at the same point."""
@@ -211,6 +214,7 @@ class StopSignals:
     def _listen(self, hears: socket.socket, main_thread: int) -> None:
         """The kernel reports signals here, whatever the main thread does."""
         first: signal.Signals | None = None
+        announced = 0.0
         patience = 0.0 if os.environ.get("RANK", "0") == "0" else _OTHERS_S
         while True:
             left = max(0.0, self.seconds_left() + patience)
@@ -231,11 +235,14 @@ class StopSignals:
                 if number not in self._numbers:
                     continue
                 if first is not None and number == signal.SIGINT and self._ends:
+                    if first == number and time.monotonic() < announced + _REPEATED_S:
+                        continue
                     self._end("ended at once, without saving")
                 self._note(number)
                 signal.pthread_kill(main_thread, _WAKE)
                 if first is None:
                     first = signal.Signals(number)
+                    announced = time.monotonic()
                     self._tell(self._plan(first))
                     self._announced.set()
 

@@ -21,8 +21,10 @@ from tests.support.programs import TIMEOUT_S, run_python
 
 RANK = """
 import contextlib, ctypes, os, signal, sys, time
+from tepo_megatron.runtime import preemption
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals
 
+preemption._REPEATED_S = 1000.0 if "sent on" in sys.argv[1] else 0.0
 what, grace = sys.argv[1], float(sys.argv[2])
 
 def tell(text):
@@ -64,7 +66,7 @@ try:
         tell(f"safe point after {signals.requested.name}, {signals.seconds_left() > 100}")
         with signals.interruptible():
             tell("never")
-    if what in ("wait", "twice"):
+    if what in ("wait", "twice", "twice, sent on"):
         sleep_in(signals.interruptible())
     if "stalled" in what:
         signals.say = lambda text: time.sleep(1000)
@@ -153,17 +155,19 @@ def test_a_signal_that_the_starter_ignores_stays_ignored(start: Callable[..., Ra
     assert (code, [line for line in lines if line.startswith("left")]) == (PREEMPTED, [f"left: {last.name}"])
 
 
-@pytest.mark.parametrize("what", ["twice", "twice before"])
-def test_another_sigterm_cuts_nothing_short(start: Callable[..., Rank], what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "number"), [("twice", signal.SIGTERM), ("twice before", signal.SIGTERM), ("twice, sent on", signal.SIGINT)]
+)
+def test_a_signal_that_is_sent_on_cuts_nothing_short(start: Callable[..., Rank], what: str, number: signal.Signals) -> None:
     """Slurm sends it to all processes, and the parent of the ranks sends it on."""
     rank = start(what)
-    rank.send(signal.SIGTERM)
-    told = ASKED[signal.SIGTERM][0]
+    rank.send(number)
+    told, name, code = ASKED[number]
     assert rank.says() == (untrained(told) if "before" in what else told)
-    rank.send(signal.SIGTERM, signal.SIGUSR1)
+    rank.send(number, signal.SIGUSR1)
     rank.process.stdin.write("\n")
     rank.process.stdin.flush()
-    assert rank.ends() == (PREEMPTED, ["cleaned up", "left: SIGTERM"])
+    assert rank.ends() == (code, ["cleaned up", f"left: {name}"])
 
 
 @pytest.mark.parametrize("what", ["twice", "in C"])
