@@ -33,7 +33,9 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class _Holder:
-    """``kernel``: where flock is certain; ``born``: process start in kernel ticks (0: unknown); ``life``: Slurm's requeues."""
+    """``kernel``: where flock is certain; ``born``: process start in kernel ticks (0: unknown); ``life``: Slurm's requeues;
+    ``namespace``: of process ids ("": unknown).
+    """
 
     host: str
     pid: int
@@ -43,6 +45,7 @@ class _Holder:
     job: str
     life: int
     token: str
+    namespace: str = ""
 
     @classmethod
     def this_process(cls) -> _Holder:
@@ -55,6 +58,7 @@ class _Holder:
             job=os.environ.get("SLURM_JOB_ID", ""),
             life=variable("SLURM_RESTART_COUNT", 0),
             token=secrets.token_hex(8),
+            namespace=_pid_namespace(),
         )
 
     def __str__(self) -> str:
@@ -156,12 +160,13 @@ def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
         raise _held(path, holder)
     if holder is None:
         return None
-    if holder.kernel == boot_id():
+    present = _Holder.this_process()
+    # Without flock the process decides, but another container's is not seen here.
+    if holder.kernel == present.kernel and (certain or holder.namespace in ("", present.namespace)):
         if certain is None and _is_running(holder):
             raise _held(path, holder)
         return holder
-    own = _Holder.this_process()
-    if holder.job and holder.job == own.job and own.life > holder.life:
+    if holder.job and holder.job == present.job and present.life > holder.life:
         return holder  # Slurm starts a job's next life after the end of the last one
     with NamedTemporaryFile(prefix=f"{path.name}.", dir=path.parent) as new:  # by the disk's clock
         silent_s = os.fstat(new.fileno()).st_mtime - os.fstat(fd).st_mtime
@@ -203,8 +208,15 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _parse(text: bytes) -> _Holder | None:
     with suppress(ValueError, TypeError):
-        return _Holder(**parse_json(text, "it", dict))
+        values = parse_json(text, "it", dict)
+        return _Holder(**{name: value for name, value in values.items() if name in _Holder.__dataclass_fields__})
     return None
+
+
+def _pid_namespace() -> str:
+    with suppress(OSError):
+        return os.readlink(PROC / "self/ns/pid")
+    return ""
 
 
 def _is_running(holder: _Holder) -> bool:

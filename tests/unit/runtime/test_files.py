@@ -191,6 +191,9 @@ def test_without_flock_the_process_decides(
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert_refused(tmp_path, f"is in use by process {holder.pid}")
     written = (tmp_path / FILE).read_text()
+    change(tmp_path, pid=1, born=-1, namespace="pid:[1]")  # as one of another container of this machine looks
+    assert_refused(tmp_path, "is in use by process 1 .*; it gave a sign of life")
+    (tmp_path / FILE).write_text(written)
     change(tmp_path, born=json.loads(written)["born"] - 1)  # another process has the number now
     lock = RunLock(tmp_path)
     assert lock.take().pid == holder.pid
