@@ -223,10 +223,10 @@ class GroupBuffer:
             self.running.clear()
 
     def claim(self, *, batch: bool = False) -> list[Group]:
-        """``batch``: a whole step's groups, or none."""
+        """``batch``: a whole step's groups, or none; in the last step as many as it lacks."""
         with self.changed:
             free = self._free() if self.window else math.inf
-            if batch and free < self._size:
+            if batch and free < self._size and self._turn < self._train.steps - 1:
                 return []
             self._draw_missing()
             count = max(0, min(free, self._size if batch else free, len(self.waiting)))

@@ -222,6 +222,24 @@ def test_what_is_too_old_and_complete_at_the_last_moment_is_dropped(make: Any) -
     assert (old in batch, figures["staleness/dropped"]) == (False, 1)
 
 
+def test_the_last_step_draws_what_it_lacks_where_whole_batches_are_drawn(make: Any) -> None:
+    """For ``rollout.collect``. After it no room comes for a whole batch."""
+    run = make(1, steps=3)
+    buffer = run.schedule._buffer
+    for step in range(3):
+        old, *groups = buffer.claim(batch=True)
+        decide(buffer, old, 1.0, 0.0)
+        for group in groups:
+            decide(buffer, group, 1.0, 0.0, weights=step)
+        if step == 2:
+            assert not buffer.is_ready()
+            (group,) = buffer.claim(batch=True)
+            decide(buffer, group, 1.0, 0.0, weights=step)
+        assert buffer.is_ready()
+        assert (old in buffer.take()[0]) == (step < 2)
+        run.trained()
+
+
 @pytest.mark.parametrize("kind", [ValueError, CancelledError])
 def test_an_error_that_is_no_servers_death_ends_the_run(kind: type[BaseException], make: Any) -> None:
     run = make(1, steps=100)
