@@ -4,15 +4,13 @@ import errno
 import os
 import signal
 import sys
-import threading
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
 
 from tepo_megatron.runtime.preemption import INTERRUPTED, handled_by, not_ignored
 
-_in_main_thread = threading.current_thread() is threading.main_thread()
-with handled_by(lambda *_: os._exit(INTERRUPTED), not_ignored([signal.SIGINT]) if _in_main_thread else ()):  # for a second
+with handled_by(lambda *_: os._exit(INTERRUPTED), not_ignored([signal.SIGINT])):  # for a second
     import typer
     from typer.core import TyperGroup
 

@@ -16,8 +16,8 @@ from tepo_megatron.runtime.proc import PROC, STOPPED, Process
 
 @contextmanager
 def stopped_together(before_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Ctrl-Z (SIGTSTP) stops every process below this one, then this one; when it continues or dies, the others continue. Needs
-    the main thread and Linux's /proc, and acts only if SIGTSTP is not ignored.
+    """Ctrl-Z (SIGTSTP) stops every process below this one, then this one; when it continues or dies, the others continue. Does
+    nothing outside the main thread, without Linux's /proc, and if SIGTSTP is ignored.
     """
     if not PROC.exists() or not not_ignored([signal.SIGTSTP]):
         yield

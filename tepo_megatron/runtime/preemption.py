@@ -61,7 +61,9 @@ def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signa
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Does nothing outside the main thread, which alone may handle signals."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield
     finally:

@@ -180,6 +180,7 @@ sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m",
 
 PARENT_RESTARTS = PARENT.replace("status=status", "max_restarts=2, status=status")
 AGENT_RESTARTS = AGENT.replace('"-m", "made', '"--max-restarts", "2", "-m", "made')
+IN_A_THREAD = "from concurrent.futures import ThreadPoolExecutor\nThreadPoolExecutor(1).submit(exec, {!r}, {{}}).result()\n"
 NODE = """
 import os, pathlib, sys, time, torch
 from tepo_megatron.runtime import restarts, torchrun
@@ -226,6 +227,7 @@ ONE_TRACEBACK = f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}"
     ("what", "program", "code", "restarts", "printed"),
     [
         ("ok", PARENT, 0, 0, ""),
+        ("ok", IN_A_THREAD.format(PARENT), 0, 0, ""),
         ("world", PARENT, 1, 0, ".* = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4.*"),
         ("sentence", PARENT_RESTARTS, 1, 0, WRONG_FIELD),
         ("leaving", PARENT, 1, 0, WRONG_FIELD),
