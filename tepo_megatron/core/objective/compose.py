@@ -230,9 +230,12 @@ class Objective:
         names = ("logprob", "entropy", "entropy_slope", "divergence")
         _check_token_values({f"scores.{name}": getattr(scores, name) for name in names}, batch, scores.checks)
         values = self.token_values(scores, batch, context)
-        held = bounded_ratio(self.config, values, context.clip_range)
-        chosen_T, detached_T, penalty_T = context.mechanisms.apply(values)
-        gain = surrogate(self.config, held, values, detached_T)
+        choices, chosen_T, detached_T = context.mechanisms.choose(values)
+        trained = values if detached_T is None else values.without_gradient(detached_T)
+        held = bounded_ratio(self.config, trained, context.clip_range)
+        # after the ratio, since autograd adds gradients in the reverse order, and another order has other bits
+        penalty_T = context.mechanisms.penalty(values, choices)
+        gain = surrogate(self.config, held, trained)
         weight_T = None
         gain_T = gain.value_T
         if self.config.mismatch is not None:

@@ -212,17 +212,24 @@ class Mechanisms(tuple[_Mechanism, ...]):
         made = (make(section, step) for name, make in MECHANISMS.items() if (section := getattr(config, name)) is not None)
         return cls(mechanism for mechanism in made if mechanism is not None)
 
-    def apply(self, values: TokenValues) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns chosen tokens, tokens without gradient (bool [T]), and summed penalties."""
+    def choose(self, values: TokenValues) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Returns the tokens of each mechanism, all chosen ones, and those without gradient (bool [T])."""
+        choices: list[Tensor] = []
         chosen_T, detached_T = torch.zeros_like(values.mask_T), None
-        penalty_T = torch.zeros_like(values.delta_T)
         for mechanism in self:
             choice_T = mechanism.choose(values)
             where_T = values.mask_T if choice_T is None else choice_T & values.mask_T
+            choices.append(where_T)
             if choice_T is not None:
                 chosen_T = chosen_T | where_T
             if mechanism.detaches:
                 detached_T = where_T if detached_T is None else detached_T | where_T
+        return choices, chosen_T, detached_T
+
+    def penalty(self, values: TokenValues, choices: list[Tensor]) -> Tensor:
+        """Returns the sum of all penalties."""
+        penalty_T = torch.zeros_like(values.delta_T)
+        for mechanism, where_T in zip(self, choices, strict=True):
             if mechanism.penalty is not None:
                 penalty_T = penalty_T + torch.where(where_T, mechanism.penalty(values), 0.0)
-        return chosen_T, detached_T, penalty_T
+        return penalty_T

@@ -98,15 +98,11 @@ def _bound_units(factor_T: Tensor, log2_T: Tensor, clip_range: ClipRange | None)
     return factor_T * low_T, factor_T * high_T
 
 
-def surrogate(config: ObjectiveConfig, bounded: Bounded, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
-    """``detached_T``: tokens that lose only their gradient."""
+def surrogate(config: ObjectiveConfig, bounded: Bounded, values: TokenValues) -> Surrogate:
     region, ratio_T = config.trust_region, bounded.ratio_T
     if isinstance(region, OwnTrustRegion):
-        return _custom_surrogate(region, ratio_T, values, detached_T)
+        return _custom_surrogate(region, ratio_T, values)
     logprob_T, advantage_T = values.logprob_T, values.advantage_T
-    if detached_T is not None:  # of both, since some regions send the gradient through the ratio, others through log π
-        ratio_T = torch.where(detached_T, ratio_T.detach(), ratio_T)
-        logprob_T = torch.where(detached_T, logprob_T.detach(), logprob_T)
     if region.kind == "clip_weight":  # every token keeps its gradient
         raw_T = ratio_T.detach()
         weight_T = raw_T.clamp(None if region.low is None else 1 - region.low, 1 + region.high)
@@ -135,12 +131,10 @@ def surrogate(config: ObjectiveConfig, bounded: Bounded, values: TokenValues, de
     return Surrogate(ratio_T * advantage_T, bounded.low_T, bounded.high_T)
 
 
-def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
+def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues) -> Surrogate:
     raw = region.surrogate(ratio_T, values)
     whole = raw if isinstance(raw, Surrogate) else Surrogate(raw)
     value_T = torch.where(values.mask_T, check_custom(region, whole.value_T, "surrogate", values.delta_T), 0.0)
-    if detached_T is not None:
-        value_T = torch.where(detached_T, value_T.detach(), value_T)
     low_T, high_T = (None if mark_T is None else mark_T & values.mask_T for mark_T in whole[1:])
     return Surrogate(value_T, low_T, high_T)
 

@@ -5,7 +5,7 @@ The covariance is c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/referen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class TokenValues:
     @property
     def importance_T(self) -> Tensor:
         return self.delta_T.clamp(-LARGEST, LARGEST).exp()
+
+    def without_gradient(self, where_T: Tensor) -> TokenValues:
+        """Detaches tokens before their response shares a ratio, since the others' copies of it would carry their gradient."""
+        items = ((name, value_T) for name, value_T in vars(self).items() if value_T is not None and value_T.requires_grad)
+        return replace(self, **{name: torch.where(where_T, value_T.detach(), value_T) for name, value_T in items})
 
 
 def check_custom(kind: CustomKind, result: Any, method: str, like: Tensor, unit: str = "token") -> Tensor:

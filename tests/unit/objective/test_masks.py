@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import BuiltinRatio
 from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
+from tests.support import own_kinds
 from tests.support.objective_batches import doubles, outputs_of, plain_step, surrogates
 
 # weights 0.4 and 3 in a sequence of two tokens: product 1.2, geometric mean 1.0954; and 6 alone
@@ -59,6 +61,21 @@ def test_corrections_by_name(name):
 def test_rejection(weights, rejection, cap, expected):
     mismatch = None if cap is None else {"cap": cap}
     assert _shares(weights, rejection=rejection, mismatch=mismatch) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("region", [{"kind": "none"}, {"kind": "clip_weight"}, {"kind": "band", "low": 9.0, "high": 9.0}])
+@pytest.mark.parametrize("ratio", [kind.kind_name() for kind in get_args(BuiltinRatio)])
+def test_chosen_tokens_alone_lose_their_gradient(ratio, region):
+    """Also of a ratio that a response's tokens share, of a region that reads log π, and of one of the user's own."""
+    plugins = [own_kinds.__file__] if region["kind"] == "band" else []
+    shape = {"kind": ratio, "p": 2.0} if ratio == "power_mean" else {"kind": ratio}
+    config = {"plugins": plugins, "ratio": shape, "trust_region": region}
+    deltas, sampler = [0.1, -0.2, 0.3, 0.2], doubles(-2.0, -5.0, -2.0, -2.0)  # the second token is out of any range
+    _, slopes, *_ = surrogates(config, deltas, [1.0, -1.0], lengths=[3, 1], sampler=sampler)
+    for mask in ({"rejection": {"level": "token", "low": 0.5, "high": 2.0}}, {"m2po": {"threshold": 0.04}}):
+        _, masked, *_ = surrogates({**config, **mask}, deltas, [1.0, -1.0], lengths=[3, 1], sampler=sampler)
+        assert masked == pytest.approx([slopes[0], 0, *slopes[2:]])
+        assert all(slopes)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=20), st.floats(-10, 10))

@@ -165,17 +165,22 @@ def _objective(ratio, **overrides):
     return build_objective(ObjectiveConfig(preset="tepo_markov", ratio=ratio, **overrides))
 
 
-@given(masks(), st.integers(0, 99), st.sampled_from([1e-4, 0.2]))
-def test_token_form_and_sequence_form_have_the_same_gradient(rows, seed, spread):
-    """One advantage per sequence, no token mask, token-level aggregation, also under the clip."""
+@given(
+    masks(),
+    st.integers(0, 99),
+    st.sampled_from([1e-4, 0.2]),
+    st.sampled_from([{}, {"rejection": {"level": "token", "low": 0.97, "high": 1.02}}, {"m2po": {"threshold": 1e-3}}]),
+)
+def test_token_form_and_sequence_form_have_the_same_gradient(rows, seed, spread, token_mask):
+    """One advantage per sequence, token-level aggregation, also under the clip and a token mask."""
     batch, scores = make_batch(rows, seed=seed, spread=spread)
-    token_form = whole(_objective({"kind": "sequence_token"}), batch, scores)
-    sequence_form = whole(_objective({"kind": "sequence"}), batch, scores)
+    token_form = whole(_objective({"kind": "sequence_token"}, **token_mask), batch, scores)
+    sequence_form = whole(_objective({"kind": "sequence"}, **token_mask), batch, scores)
     torch.testing.assert_close(token_form[0], sequence_form[0], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(token_form[1], sequence_form[1], rtol=1e-9, atol=1e-14)
 
 
-def test_a_token_mask_tells_the_forms_apart():
+def test_a_token_weight_tells_the_forms_apart():
     """A dropped token gets no gradient in the token form; in the sequence form all tokens share what is left."""
     batch, scores = make_batch([[True] * 4, [True] * 4], groups=[0, 0], spread=1e-4)
     sampler = batch.old_logprobs_T.clone()
