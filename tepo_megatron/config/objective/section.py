@@ -130,6 +130,11 @@ class ObjectiveConfig(Section):
         # a mean of a response's tokens stays near 1
         is_mean = not isinstance(ratio, OwnRatio) and getattr(ratio, "length_normalized", ratio.kind == "power_mean")
         with_ratio = f"objective.ratio.kind = {ratio.kind!r}"
+        if self.advantage.kind == "teacher" and ratio.kind in ("sequence", "power_mean"):
+            yield (
+                f"objective.advantage.kind = 'teacher' with {with_ratio}: each token has an advantage of its own, and a "
+                "ratio shared by a response would average them; set objective.ratio.kind = 'token' or 'sequence_token'"
+            )
         if region.kind == "length_clip" and (is_mean or ratio.kind in ("token", "prefix")):
             yield (
                 f"objective.trust_region.kind = 'length_clip' with {with_ratio}: its bound grows as a sum of log-ratios does; "

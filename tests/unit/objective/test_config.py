@@ -75,6 +75,8 @@ FOR_SUMS = r"objective\.trust_region\.kind = 'length_clip' with objective\.ratio
         ({"trust_region": {**AUTO, "share": 0}}, "greater than 0"),
         *(({"trust_region": {"kind": "length_clip"}, "ratio": ratio}, FOR_SUMS) for ratio in MEANS),
         ({"preset": "fspo", "ratio": {"kind": "prefix"}}, FOR_SUMS),
+        ({"preset": "on_policy_distill", "ratio": {"kind": "sequence"}}, "each token has an advantage of its own"),
+        ({"preset": "holder_po", "advantage": {"kind": "teacher"}}, "set objective.ratio.kind = 'token' or 'sequence_token'"),
         ({"advantage": {"overlong": {"max_tokens": 8, "buffer_tokens": 8}}}, "must be below max_tokens"),
         ({"kl_mask": {"falling": "first_order", "tolerance": 0.0}}, r"tolerance = 0\.0 does nothing .*set falling = measured"),
         ({"kl_mask": {"coefficient": 0}}, "a coefficient of 0 adds nothing; give a positive one, or null for the whole"),
