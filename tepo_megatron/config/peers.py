@@ -319,6 +319,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "objective.advantage.over": "tokens" if result.get("objective.advantage.kind") == "whitened" else None,
         **_clip(result, low, high, dual),
         **({"objective.trust_region.low": low} if preset == "cispo" else {}),  # TRL's has no lower bound
+        **_verl_terms(read, actor, preset),
         **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, "colocated", result, left),  # type: ignore[arg-type]
     }
     if actor.get("megatron.sequence_parallel") is False:
@@ -359,6 +360,23 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     return made
 
 
+def _verl_terms(read: Mapping[str, Any], actor: Mapping[str, Any], preset: Any) -> dict[str, Any]:
+    made = {f"objective.{field}": actor.get(f"policy_loss.{key}") for key, field in _OF_ONE_LOSS.get(preset, {}).items()}
+    if level := read.get("algorithm.rollout_correction.rollout_is"):
+        low, _, high = str(read.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)).rpartition("_")
+        bounds = {"kind": "mask", "low": float(low)} if low else {"kind": "truncate"}
+        made["objective.mismatch"] = {**bounds, "level": level, "high" if low else "cap": float(high)}
+    return made
+
+
+_OF_ONE_LOSS = {
+    "kl_cov": {"ppo_kl_coef": "kl_cov.coefficient", "kl_cov_ratio": "kl_cov.fraction"},
+    "clip_cov": {
+        "clip_cov_ratio": "trust_region.fraction",
+        "clip_cov_lb": "trust_region.cov_low",
+        "clip_cov_ub": "trust_region.cov_high",
+    },
+}
 _ACTOR = "actor_rollout_ref.actor."
 _ON_THE_HUB = re.compile(r"(?!(?:models|data|checkpoints|out)/|.*\.(?:jsonl?|csv|parquet)$)[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -385,6 +403,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "objective.advantage.kind": "group",
         "data.chat_template": True,  # its processors make a message of a prompt
         "reward.verifier": "math",
+        **_nemo_mismatch(read, left),
         **_machines(
             read["cluster.num_nodes"],
             read["cluster.gpus_per_node"],
@@ -416,6 +435,22 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["log.wandb.project"] = read.get("logger.wandb.project", "nemo-rl")
         made["log.wandb.name"] = read.get("logger.wandb.name")
     return made
+
+
+def _nemo_mismatch(read: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    if not read.get("loss_fn.use_importance_sampling_correction"):
+        return {}
+    kind, low, high = (read.get(f"loss_fn.truncated_importance_sampling_{key}") for key in ("type", "ratio_min", "ratio"))
+    weights = {"kind": "truncate", "level": "sequence" if read.get("loss_fn.sequence_level_importance_ratios") else "token"}
+    if high is not None and kind == "icepop":
+        return {"objective.mismatch": {**weights, "kind": "mask", "low": low, "high": high}}
+    if high is not None and kind != "seq-mask-tis":
+        return {"objective.mismatch": {**weights, "cap": high}}
+    left.append(
+        "loss_fn.use_importance_sampling_correction: nothing bounds its weights there; here objective.mismatch.cap = 2 does"
+    )
+    rejection = None if high is None else {"level": "geometric", "low": low, "high": high}
+    return {"objective.mismatch": weights, "objective.rejection": rejection}
 
 
 def _nemo_betas(read: Mapping[str, Any], optimizer: str) -> Any:

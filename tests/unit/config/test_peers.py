@@ -129,6 +129,61 @@ def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, objective:
     assert result == load_run(None, [f"objective={objective}"]).objective
 
 
+COV = "ppo_kl_coef: 0.2, kl_cov_ratio: 0.02, clip_cov_ratio: 0.001, clip_cov_lb: 2.0, clip_cov_ub: 4.0"
+CLIP_COV = "{preset: clip_cov, trust_region: {low: 0.2, high: 0.2, fraction: 0.001, cov_low: 2.0, cov_high: 4.0}}"
+WEIGHTS = "use_importance_sampling_correction: true"
+TRUNCATED = "truncated_importance_sampling"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "objective"),
+    [
+        ("verl", "actor_rollout_ref.actor.policy_loss: {loss_mode: kl_cov}", "{preset: kl_cov, kl_cov: {coefficient: 0.1}}"),
+        (
+            "verl",
+            f"actor_rollout_ref.actor.policy_loss: {{loss_mode: kl_cov, {COV}}}",
+            "{preset: kl_cov, kl_cov: {coefficient: 0.2, fraction: 0.02}}",
+        ),
+        ("verl", f"actor_rollout_ref.actor.policy_loss: {{loss_mode: clip_cov, {COV}}}", CLIP_COV),
+        (
+            "verl",
+            "algorithm.rollout_correction: {rollout_is: sequence, rollout_is_threshold: 3.0, bypass_mode: false}",
+            "{preset: dapo, trust_region: {high: 0.2, dual: 3.0}, mismatch: {level: sequence, cap: 3.0}}",
+        ),
+        (
+            "verl",
+            "algorithm.rollout_correction: {rollout_is: token, rollout_is_threshold: 0.5_2.0}",
+            "{preset: dapo, trust_region: {high: 0.2, dual: 3.0}, mismatch: {kind: mask, low: 0.5, high: 2.0}}",
+        ),
+        (
+            "nemo-rl",
+            f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_type: icepop, {TRUNCATED}_ratio_min: 0.4, {TRUNCATED}_ratio: 5}}",
+            "{preset: dapo, trust_region: {high: 0.2}, mismatch: {kind: mask, low: 0.4, high: 5.0}}",
+        ),
+        (
+            "nemo-rl",
+            f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_ratio: 5, sequence_level_importance_ratios: true, token_level_loss: false}}",
+            "{preset: grpo, ratio: {kind: sequence}, mismatch: {level: sequence, cap: 5.0}}",
+        ),
+        (
+            "nemo-rl",
+            f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_type: seq-mask-tis, {TRUNCATED}_ratio_min: 0.9, {TRUNCATED}_ratio: 5}}",
+            "{preset: dapo, trust_region: {high: 0.2}, mismatch: {kind: truncate}, rejection: {low: 0.9, high: 5.0}}",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:objective.ratio.kind")
+def test_terms_of_other_losses_and_weights_for_their_samplers_are_kept(name: str, text: str, objective: str) -> None:
+    section, _, values = text.partition(": ")
+    for part in reversed(section.split(".")):
+        values = f"{{{part}: {values}}}"
+    made, left = convert(name, values)
+    result = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("objective.")]).objective
+    assert result == load_run(None, [f"objective={objective}"]).objective
+    assert not any("corresponds" in sentence for sentence in left)
+    assert any("nothing bounds its weights" in sentence for sentence in left) == ("seq-mask-tis" in text)
+
+
 def test_what_other_trainers_optimize_with_is_kept() -> None:
     verl = convert("verl", "{actor_rollout_ref: {actor: {optim: {lr_scheduler_type: cosine}}}}")[0]
     assert (verl["optimizer.schedule"], verl["optimizer.betas"]) == ("cosine", [0.9, 0.999])
