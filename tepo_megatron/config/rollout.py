@@ -343,6 +343,8 @@ class RolloutConfig(Section):
             )
         if self.partial and self.oversample == 1:
             yield "partial = true, but oversample = 1 begins no more groups than a step needs; set oversample = 1.5"
+        if self.samples_per_prompt == 1 and self.filter_groups is not None and "zero_variance" in self.filter_groups.filters:
+            yield "filter_groups.filters: zero_variance refuses each group of one response; set samples_per_prompt = 2 or more"
         if self.collect is not None and (self.filter_groups is not None or self.oversample > 1 or self.partial):
             yield f"collect = {self.collect} decides what is trained on; leave filter_groups, oversample and partial out"
         if (self.truncated == "penalise") != (self.overlong is not None):

@@ -328,7 +328,7 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
     evaluate, log = run.evaluate, run.log
     if run.data.heldout is None and evaluate.every and not evaluate.sets:
         yield f"evaluate.every = {evaluate.every}, but there are no held-out problems; give data.heldout or evaluate.sets"
-    if run.rollout.samples_per_prompt == 1:
+    if run.rollout.samples_per_prompt == 1 and run.objective.compares_responses:
         yield "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt; set 2 or more, 8 is usual"
     if log.token_samples and log.token_samples_every > run.train.steps:
         yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"

@@ -87,6 +87,11 @@ class ObjectiveConfig(Section):
         return "reference" in self.needs
 
     @property
+    def compares_responses(self) -> bool:
+        """True if nothing is learned from one response per prompt."""
+        return self.distill is None and self.advantage.kind in choices.COMPARE_REWARDS | {"gdpo"}
+
+    @property
     def teacher_top_k(self) -> int:
         """How many tokens a served teacher must name; 0: none."""
         return self.distill.k if self.distill is not None and self.distill.of == "top_k" else 0

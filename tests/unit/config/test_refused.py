@@ -38,6 +38,7 @@ LORA, SERVED = "model.lora.rank=4 model.lora.", "model.lora.rank=4 model.lora.se
 PRECISE = "rollout.server.quantization=fp8_per_tensor rollout.uncorrected=true "
 TEPO = "objective.distill.coefficient=0.5"
 TOP_K = "objective.distill={of: top_k, k: 3, divergence: forward_kl, coefficient: 0.5}"
+ONE = "rollout.samples_per_prompt=1"
 A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, place: server}"
 
 
@@ -116,7 +117,9 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         (["data.heldout=null", "evaluate.every=5"], "evaluate.every = 5, but there are no held-out problems"),
         (["data.train=mine.jsonl", "data.heldout=builtin:addition-heldout"], "one is your own"),
         ("data.heldout=mine.jsonl", "data.train = builtin:addition with data.heldout = mine.jsonl: one is your own"),
-        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt = 1: an advantage compares"),
+        (ONE, "rollout.samples_per_prompt = 1: an advantage compares"),
+        (f"{ONE} {GDPO}", "rollout.samples_per_prompt = 1: an advantage compares"),
+        ([ONE, f"{FILTERS}.filters=[zero_variance]"], "zero_variance refuses each group of one response"),
         ("rollout.sampling.top_p=0.9", "sampling.top_p = 0.9 without sampling.top_k"),
         ("rollout.sampling.min_p=0.1", "sampling.min_p = 0.1 without sampling.top_k"),
         ("rollout.sampling.bad_words=[idiot]", "sampling.bad_words without sampling.top_k"),
@@ -343,6 +346,8 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(overrides: str | lis
         ["reward.weights={a: 1, b: 2}"],
         [OWN, "data.heldout=[b/x.jsonl]"],
         [OWN, "data.heldout=b/x.jsonl", SET, "reward.verifier=last_word"],
+        [ONE, A, "objective.preset=on_policy_distill"],
+        [ONE, A, TEPO],
         ["engine.parallel={pp: 2, vpp: 2}", "rollout={prompts_per_step: 3, samples_per_prompt: 2}", "train.minibatches=2"],
     ],
 )
