@@ -23,7 +23,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "optimizer.warmup_steps": 20,
         "train.save_every": 12,
         "objective.trust_region.high": 0.28,
-        "objective.advantage.kind": "whitened",
+        "objective.advantage.kind": "group",
         "objective.mismatch.cap": 3.0,
         "model.lora.rank": 32,
         "objective.kl": None,
@@ -369,6 +369,10 @@ def test_what_is_unknown_is_said_or_refused_when_the_run_is_read() -> None:
     assert all(convert("trl", text)[0]["objective.preset"] == "dapo" for text in ("loss_type: new", "loss_type: null", "{}"))
     listed = ", ".join(f'"{name}"' for name in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"))
     assert convert("trl", "{loss_type: new, reward_funcs: accuracy_reward}")[1] == [f'loss_type = "new": known are {listed}']
+    made, left = convert("trl", "{scale_rewards: batch, reward_funcs: accuracy_reward}")
+    assert "objective.advantage.kind" not in made
+    (sentence,) = left
+    assert re.search('scale_rewards = "batch": .*; advantages are divided by each group', sentence)
     mode = convert("trl", "vllm_importance_sampling_mode: token")[0]["objective.mismatch"]
     with pytest.raises(ConfigError, match=r"objective\.mismatch"):
         load_run(None, [f"objective.mismatch={mode}"])
