@@ -318,7 +318,8 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "optimizer.schedule": style if (style := actor.get("optim.warmup_style")) in ("constant", "cosine") else None,
         "objective.advantage.over": "tokens" if result.get("objective.advantage.kind") == "whitened" else None,
         **_clip(result, low, high, dual),
-        **({"objective.trust_region.low": low} if preset == "cispo" else {}),  # TRL's has no lower bound
+        # TRL's has no lower bound, and 1 or more bounds nothing in verl's
+        **({"objective.trust_region.low": low} if preset == "cispo" and low < 1 else {}),
         **_verl_terms(read, actor, preset),
         **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, "colocated", result, left),  # type: ignore[arg-type]
     }

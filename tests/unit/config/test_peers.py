@@ -115,16 +115,17 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("actor", "objective"),
+    ("actor", "low", "objective"),
     [
-        ("policy_loss: {loss_mode: geo_mean}", "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
-        ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
-        ("policy_loss: {loss_mode: cispo}", "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
-        ("policy_loss: {loss_mode: clip_cov}", "{preset: clip_cov, trust_region: {low: 0.2, high: 0.3}}"),
+        ("policy_loss: {loss_mode: geo_mean}", 0.2, "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
+        ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", 0.2, "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
+        ("policy_loss: {loss_mode: cispo}", 0.2, "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
+        ("policy_loss: {loss_mode: cispo}", 10, "{preset: cispo, trust_region: {high: 0.3}}"),
+        ("policy_loss: {loss_mode: clip_cov}", 0.2, "{preset: clip_cov, trust_region: {low: 0.2, high: 0.3}}"),
     ],
 )
-def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, objective: str) -> None:
-    made = convert("verl", f"{{actor_rollout_ref: {{actor: {{{actor}, clip_ratio_low: 0.2, clip_ratio_high: 0.3}}}}}}")[0]
+def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, low: float, objective: str) -> None:
+    made = convert("verl", f"{{actor_rollout_ref: {{actor: {{{actor}, clip_ratio_low: {low}, clip_ratio_high: 0.3}}}}}}")[0]
     result = load_run(None, [f"{name}={made[name]}" for name in made if name.startswith("objective.")]).objective
     assert result == load_run(None, [f"objective={objective}"]).objective
 
