@@ -374,7 +374,8 @@ class _LogprobAndEntropy(torch.autograd.Function):
         gradients = Gradients(grad_logprob_T, grad_entropy_T, grad_divergence_T)
         if all(gradient is None for gradient in gradients):
             return (None,) * 5
-        # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
         ctx.backend.gradient(Logits(logits_TVp, teacher_TVp), ctx.scoring, RowScores(*saved), gradients, out_TVp)
+        if ctx.inplace:  # autograd does not see a kernel's writes; now it refuses another backward that saved these logits
+            torch.autograd.graph.increment_version(logits_TVp)
         return out_TVp, None, None, None, None

@@ -122,7 +122,8 @@ def test_values_in_the_interpreter():
     """
     root = Path(__file__).parents[3]
     tested = (Path(__file__).with_name(f"test_{name}.py") for name in ("divergence", "logprob_and_entropy"))
-    chosen = "triton_interpreted or triton and (oracle or underflow or without_weight or tie or in_chunks) and not 0.05"
+    names = "oracle or underflow or without_weight or tie or in_chunks or overwritten"
+    chosen = f"triton_interpreted or triton and ({names}) and not 0.05"
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = ("-q", "--hypothesis-profile=interpreter", "-k", chosen)
     run = run_python(

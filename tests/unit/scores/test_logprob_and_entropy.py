@@ -122,10 +122,11 @@ def test_only_one_output_may_be_used():
         torch.testing.assert_close(leaf.grad, dense.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_logits_that_were_overwritten_cannot_be_used_again():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_that_were_overwritten_cannot_be_used_again(backend):
     leaf = torch.randn(3, 5, requires_grad=True)
     logits = leaf * 1.0
-    scores = logprob_and_entropy(logits, torch.tensor([0, 1, 2]), inplace_backward=True)
+    scores = logprob_and_entropy(logits, torch.tensor([0, 1, 2]), inplace_backward=True, backend=backend)
     scores.logprob.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         scores.logprob.sum().backward()
