@@ -57,16 +57,16 @@ class ObjectiveConfig(Section):
     """Weights for a sampler whose probabilities differ; default kind ``truncate``."""
 
     rejection: terms.Rejection | None = None
-    """Leaves out samples whose sampler probabilities differ too much."""
+    """The surrogate leaves out samples whose sampler probabilities differ too much."""
 
     opsm: terms.OffPolicySequenceMask | None = None
-    """Leaves out responses of negative advantage that the policy has left (OPSM)."""
+    """The surrogate leaves out responses of negative advantage that the policy has left (OPSM)."""
 
     m2po: terms.SecondMomentMask | None = None
-    """Leaves out tokens on which trainer and sampler differ most (M2PO)."""
+    """The surrogate leaves out tokens on which trainer and sampler differ most (M2PO)."""
 
     mask: terms.Mask | None = None
-    """Your mask, from ``plugins``: chosen tokens lose their gradient."""
+    """Your mask, from ``plugins``: chosen tokens lose the surrogate's gradient."""
 
     penalty: terms.Penalty | None = None
     """Your penalty, from ``plugins``, subtracted from the surrogate."""

@@ -26,9 +26,7 @@ class _KLTerm(ObjectiveSection):
     """Computed from d = log π_θ − log q of a token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
 
     against: Literal["old", "reference", "teacher"] = "old"
-    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights (LoRA: without adapters);
-    ``teacher`` that of ``teachers``.
-    """
+    """As ``objective.kl.against``."""
 
     weight: Literal["importance", "none"] = "none"
     """``importance`` multiplies by π_θ/π_old, with gradient: the mean over samples of π_old then estimates KL(π_θ‖q)."""
@@ -215,16 +213,16 @@ class _MaskOutside(ObjectiveSection):
 
 
 class Rejection(ObjectiveSection):
-    """No gradient if π_old / π_sampler is outside [low, high]; ``mismatch`` may be added."""
+    """No surrogate gradient for π_old / π_sampler outside [low, high]; KL terms and bonuses stay. ``mismatch`` may join it."""
 
     level: Level = "geometric"
     """``token``: each by its ratio; ``sequence``: a response by the product; ``geometric``: by the geometric mean."""
 
     low: NonNegativeFloat
-    """Smallest ratio kept: about 0.999 for ``geometric``, 0.5 for the others."""
+    """Smallest ratio kept: about 0.999 for ``geometric``, else 0.5."""
 
     high: PositiveFloat
-    """Largest ratio kept: about 1.001 for ``geometric``, 2 for the others."""
+    """Largest ratio kept: about 1.001 for ``geometric``, else 2."""
 
     selects_tokens: ClassVar[bool] = True
 
@@ -234,7 +232,7 @@ class Rejection(ObjectiveSection):
 
 
 class OffPolicySequenceMask(ObjectiveSection):
-    """No gradient for responses of negative advantage that the policy has left (OPSM)."""
+    """No surrogate gradient for responses of negative advantage that the policy has left (OPSM); KL terms and bonuses stay."""
 
     delta: PositiveFloat = 1e-4
     """Mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
@@ -243,10 +241,12 @@ class OffPolicySequenceMask(ObjectiveSection):
 
 
 class SecondMomentMask(ObjectiveSection):
-    """No gradient for the fewest tokens of largest (log π_old − log π_sampler)² that leave a low mean (M2PO)."""
+    """No surrogate gradient for the fewest tokens of largest (log π_old − log π_sampler)² that leave a low mean (M2PO); KL
+    terms and bonuses stay.
+    """
 
     threshold: PositiveFloat = 0.04
-    """Largest mean of (log π_old − log π_sampler)² over kept tokens."""
+    """Largest mean over kept tokens."""
 
     selects_tokens: ClassVar[bool] = True
 
