@@ -13,7 +13,7 @@ from tepo_megatron.errors import describe
 HUB = "hub:"
 _FILES = {
     "model": ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"),
-    "dataset": ("*.jsonl", "*.json", "*.parquet", "*.csv"),
+    "dataset": ("*.jsonl", "*.json", "*.parquet", "*.csv", "*.tsv"),
 }
 _OTHER_FORMATS = ["*/*", "consolidated*"]
 _Kind = Literal["model", "dataset"]

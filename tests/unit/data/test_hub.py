@@ -61,7 +61,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (tmp_path / "sums/main").mkdir(parents=True)
     rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(9)]
     write_jsonl(tmp_path / "sums" / "train.jsonl", rows)
-    write_jsonl(tmp_path / "sums/main/train-00000-of-00001.jsonl", rows[:2])
+    (tmp_path / "sums/main/train-00000-of-00001.tsv").write_text("prompt\tanswer\n0+1=\t1\n1+1=\t2\n")
     asked: list[str] = []
     repositories = {"models/me/tiny": resolve_model_path("builtin:tiny"), "datasets/me/sums": tmp_path / "sums"}
     with http_server(answering(repositories, asked)) as address:
