@@ -193,11 +193,20 @@ def test_every_preset_has_its_formula():
 def test_hand_computed_metrics():
     """Two response tokens with ratios 1.1 and 1.3, A = 1; one with ratio 0.7, A = −1. Entropy falls on the first only."""
     old, ratios = doubles(0.5, 0.2, 0.4).log(), doubles(1.1, 1.3, 0.7)
-    batch, scores = plain_step([2, 1], [1.0, -1.0], old + ratios.log(), old)
+    new, sampler = old + ratios.log(), old - doubles(2.0, 0.9, 1.0).log()
+    batch, scores = plain_step([2, 1], [1.0, -1.0], new, old, sampler=sampler, reference=new + doubles(1.5, 0.8, 1.2).log())
+    batch = batch.with_(teacher_logprobs_T=new + doubles(0.5, 3.0, 1.2).log())
     scores = TokenScores(scores.logprob, doubles(0.9, 1.1, 0.9))
-    output = Step(batch, scores).output(build_objective(ObjectiveConfig(preset="dapo", kl_mask={"coefficient": 1.0})))
-    mean = {name: (total / count).item() for name, (total, count) in output.metrics.items()}
+    terms = {"kl_mask": {"coefficient": 1.0}, "kl": {"coefficient": 0.04}, "distill": {"coefficient": 0.5}}
+    mismatch = {"kind": "mask", "low": 0.8, "high": 1.25}
+    choices = {"preset": "dapo", "mismatch": mismatch, **terms}
+    output = Step(batch, scores).output(build_objective(ObjectiveConfig.model_validate(choices)))
+    metrics = {name: (total.item(), count.item()) for name, (total, count) in output.metrics.items()}
     kl = [r * math.log(r) - r + 1 for r in (1.1, 1.3, 0.7)]
+    teacher = [r * (p - 1 - math.log(p)) for r, p in ((1.1, 0.5), (1.3, 3.0), (0.7, 1.2))]
+    quarters = [metrics.pop(f"distill/divergence_q{number}") for number in (1, 2, 3, 4)]  # of two tokens and of one
+    assert quarters == [(pytest.approx(teacher[0] + teacher[2]), 2), (0, 0), (pytest.approx(teacher[1]), 1), (0, 0)]
+    mean = {name: total / count for name, (total, count) in metrics.items()}
     expected = {
         "ratio/mean": 3.1 / 3,
         "clip/low": 1 / 3,
@@ -209,13 +218,17 @@ def test_hand_computed_metrics():
         "entropy/delta": -0.1 / 3,
         "entropy/delta_masked": -0.1,
         "entropy/delta_unmasked": 0.0,
-        "mismatch/kl": 0.0,
-        "ess": 1.0,
+        "mismatch/kl": (2.9 - 2 - math.log(2.0 * 0.9)) / 3,
+        "mismatch/weight": 1.9 / 3,
+        "mismatch/dropped": 1 / 3,
+        "ess": 3.9**2 / (3 * (4 + 0.81 + 1)),
+        "kl/reference": (3.5 - 3 - math.log(1.5 * 0.8 * 1.2)) / 3,
+        "distill/divergence": sum(teacher) / 3,
         "clip/share": 2 / 3,
         "ratio/sigma": (math.log(1.1 * 1.3) ** 2 + math.log(0.7) ** 2) / 3,  # of two tokens and of one
     }
-    quarters = [mean.pop(f"clip/share_q{number}") for number in (1, 2, 3, 4)]
-    assert quarters == pytest.approx([1.0, 1.0, 0.5, 0.5])
+    shares = [mean.pop(f"clip/share_q{number}") for number in (1, 2, 3, 4)]
+    assert shares == pytest.approx([1.0, 1.0, 0.5, 0.5])
     assert mean == pytest.approx(expected, abs=1e-12)
     assert {name: value.item() for name, value in output.extrema.items()} == pytest.approx({"ratio/min": 0.7, "ratio/max": 1.3})
 

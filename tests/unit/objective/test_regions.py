@@ -255,6 +255,12 @@ def test_the_bounds_follow_the_length(rows, ratio, seed, spread, clip):
     torch.testing.assert_close(loss, expected.to(loss.dtype), rtol=1e-9, atol=1e-12)
     ours = torch.autograd.grad(loss, scores.logprob)[0]
     torch.testing.assert_close(ours, torch.autograd.grad(expected, scores.logprob)[0], rtol=1e-9, atol=1e-12)
+    if isinstance(region := config.trust_region, Clip) and region.is_auto:
+        measured = region.of_auto_sides(clip_range)
+        figures = [*region.bounds(clip_range), *measured[2:4], 2**measured.log2_length]
+        names = ("bound_low", "bound_high", "slope_low", "slope_high", "length")
+        sums = [output.metrics[f"clip/{name}"] for name in names]
+        assert [float(total / count) for total, count in sums] == pytest.approx(figures)
 
 
 @given(rows=masks(min_sequences=3), ratio=SEQUENCE_RATIOS, seed=st.integers(0, 99), cut=st.integers(1, 2), clip=CLIPS)
