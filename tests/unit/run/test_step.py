@@ -50,11 +50,16 @@ def rollout(problem: str, group: int, reward: float, response: Sequence[int] = (
 def test_shares_are_of_groups_and_rewards_of_responses() -> None:
     problems = {name: Problem(name, "q", "a", source=name[0]) for name in ("a/1", "a/2", "b/1", "c/1")}
     drawn = (("a/1", 0, 1.0), ("a/1", 0, 0.0), ("b/1", 1, 1.0), ("a/2", 2, 0.5), ("x", 3, 1.0))
-    assert source_figures([rollout(*each) for each in drawn], problems) == {
+    batch = pack([rollout(*each) for each in drawn])
+    teacher_T = torch.tensor([2.0, 2.0, 0.5, 2.0, 4.0]).double().log()[batch.sequence_index_T]  # of each rollout
+    batch = batch.with_(old_logprobs_T=torch.zeros_like(teacher_T), teacher_logprobs_T=teacher_T)
+    assert source_figures([rollout(*each) for each in drawn], problems, [batch]) == {
         "source/a/share": 0.5,
         "source/a/reward": 0.5,
+        "source/a/divergence": pytest.approx(2 - 1 - math.log(2)),
         "source/b/share": 0.25,
         "source/b/reward": 1.0,
+        "source/b/divergence": pytest.approx(0.5 - 1 + math.log(2)),
         "source/c/share": 0.0,
     }
     assert source_figures([rollout("a", 0, 1.0)], {"a": Problem("a", "q", "a")}) == {}
