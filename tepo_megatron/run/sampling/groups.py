@@ -389,5 +389,5 @@ def _show_rewards(counts: Mapping[float, int], bins: int = 10) -> str:
 
 
 def _times(factor: float, count: int) -> int:
-    """Rounds up, but 1.1 × 10 is 11."""
+    """Rounds up, but 1.1 × 50 is 55."""
     return math.ceil(round(factor * count, 6))

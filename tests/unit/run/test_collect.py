@@ -112,6 +112,16 @@ def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
         assert len(fleet.asked) == STEPS * n * g
 
 
+@pytest.mark.parametrize(
+    ("schedule", "more", "drawn"),
+    [("sync", {"partial": True}, 55), ("sync", {"filter_groups": {}}, 55), ("overlap", {"filter_groups": {}}, 3 * 50 + 5)],
+)
+def test_more_groups_are_drawn_than_trained_on(schedule: str, more: dict[str, Any], drawn: int, tmp_path: Path) -> None:
+    buffer = collect_with(config(tmp_path, n=50, schedule=schedule, oversample=1.1, **more), FakeFleet(0))._buffer
+    buffer.begin(0)
+    assert len(buffer.claim()) == drawn
+
+
 @settings(max_examples=12)
 @given(
     order=st.integers(0, 10**6),
