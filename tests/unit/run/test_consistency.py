@@ -330,8 +330,16 @@ def test_a_record_of_too_old_weights_is_refused(spans: list[tuple[int, int]], st
         check_rollouts(Path("r"), [rollout(0, spans, 2)], step=4, prompts=1, samples=1, stalest=stalest)
 
 
-def test_idle_shares_leave_the_evaluation_out(tmp_path: Path) -> None:
+def test_idle_shares_leave_the_evaluation_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tepo_megatron.run.sampling.group_worker.time.perf_counter", lambda: now[0])
     rollouts = collector(RunConfig(output=tmp_path), [Problem("p", "q", "a")], FakeVerifiers(0, lambda *_: 0.0), FakeFleet(0))
-    split = {"time/rollout": 3.0, "time/reward": 1.0, "time/journal": 0.0, "time/eval": 2.0, "time/step": 12.0}
-    assert rollouts.idle_shares(split) == {"idle/trainer": 0.4, "idle/servers": 1.0}  # the servers did nothing
+    split = {"time/rollout": 3.0, "time/reward": 1.0, "time/journal": 1.0, "time/eval": 2.0, "time/step": 12.0}
+    assert rollouts.idle_shares(split) == {"idle/trainer": 0.5, "idle/servers": 1.0}  # the servers did nothing
+    with rollouts.clock.busy():
+        now[0] = 3.0
+        with rollouts.clock.hold():
+            now[0] = 5.0
+    now[0] = 10.0
+    assert rollouts.idle_shares(split)["idle/servers"] == pytest.approx(0.7)
     assert rollouts.idle_shares({**split, "time/step": 2.0}) == {}
