@@ -144,13 +144,16 @@ def test_threads_that_cannot_act_are_refused() -> None:
 
 
 def test_the_watch_allows_for_the_time_limits_of_what_a_phase_waits_for() -> None:
-    def limits(**sections: Any) -> Mapping[str, float]:
-        rollout = {"prompts_per_step": 2, "samples_per_prompt": 4}
+    def limits(collect: str | None = None, **sections: Any) -> Mapping[str, float]:
+        rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, "collect": collect}
         return phase_limits(
             RunConfig.model_validate({"reward": {"timeout_s": 40.0, "workers": 2}, "rollout": rollout, **sections})
         )
 
     usual, ahead, played = limits(), limits(**OVERLAP), limits(environment={"name": "calculator", "timeout_s": 700.0})
-    assert usual["reward"] == 8 * 40 / 2
-    assert ahead["rollout"] == usual["rollout"] + usual["reward"]
+    waits, teacher = RunConfig().rollout.server.longest_wait_s, {"path": "/t", "place": "server"}
+    taught = limits(teachers={"t": teacher}, objective={"distill": {"coefficient": 0.5}})
+    assert (usual["reward"], usual["servers"], usual["sync"]) == (8 * 40 / 2, waits, waits)
+    assert taught["reward"] == usual["reward"] + waits
+    assert ahead["rollout"] == limits("mine.py:best")["rollout"] == usual["rollout"] + usual["reward"]
     assert {name: played[name] - usual[name] for name in ("rollout", "eval")} == {"rollout": 700.0, "eval": 700.0}
