@@ -78,16 +78,21 @@ def test_a_server_that_has_its_share_gets_no_more_until_it_has_room(servers: lis
         assert fleet.figures()["requests/retried"] == 0
 
 
-def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[FaultyServer], tmp_path: Path) -> None:
+def test_a_request_goes_to_its_episodes_server_or_the_least_busy(servers: list[FaultyServer], tmp_path: Path) -> None:
     servers[0].hangs = servers[1].hangs = {SAMPLES}
     with fleet_of(servers, tmp_path, max_num_seqs=64) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         for key, length in enumerate((50, 3, 3, 3, 3)):
-            stream.submit(key, [1] * length, 7)
-        wait_for_calls(5, *servers)
-        assert [len(server.calls) for server in servers] == [1, 4]
+            stream.submit(key, [1] * length, 7, home=key)
+        stream.submit(5, [1] * 3, 7, home=0)
+        wait_for_calls(6, *servers)
+        assert [len(server.calls) for server in servers] == [2, 4]
+        stream.leave(0)
+        stream.submit(6, [1] * 3, 7, home=0)
+        wait_for_calls(7, *servers)
+        assert [len(server.calls) for server in servers] == [2, 5]
         for server in servers:
             server.released.set()
-        assert len(drawn(stream)) == 5
+        assert len(drawn(stream)) == 7
 
 
 def test_a_score_is_asked_of_the_server_with_the_fewest_and_again_after_a_fault(
