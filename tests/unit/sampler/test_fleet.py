@@ -326,6 +326,19 @@ def test_other_servers_are_paused_and_never_sleep(server: FaultyServer, sender: 
         assert served(server) == [JOIN, "/pause?mode=keep", *UPDATE, "/resume", SAMPLES]
 
 
+def test_servers_that_ranks_used_before_their_restart_drop_what_those_asked_for(
+    servers: list[FaultyServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And draw nothing before they have this trainer's weights."""
+    for module in ("fleet", "server_pool"):
+        monkeypatch.setattr(f"tepo_megatron.sampler.fleet.{module}.ExternalServer", FaultyServer)
+    monkeypatch.setattr(FaultyServer, "was_used", property(lambda server: server is servers[0]), raising=False)
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        assert [served(server) for server in servers] == [["/pause?mode=abort", "/resume"], []]
+        with pytest.raises(RuntimeError, match="do not have the current weights"):
+            sample(fleet)
+
+
 def test_who_samples_while_another_thread_revives_servers_learns_of_a_death(
     server: FaultyServer, sender: Any, tmp_path: Path
 ) -> None:
