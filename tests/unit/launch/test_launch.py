@@ -69,8 +69,9 @@ def test_a_spare_node_waits_with_the_trainers_and_the_job_outlives_a_node(tmp_pa
     got = run_train_script(tmp_path, *settings, SLURM_JOB_ID="20123", SLURM_NODEID="2")
     assert [option(got, name) for name in ("--spares", "--max-restarts", "--nnodes", "--node-rank")] == ["1", "3", "2", "2"]
     assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
-    train, serve = Job(job(*settings)).roles
+    train, serve = Job(job(*settings, "cluster.container=a", "cluster.rollout_container=b")).roles
     assert (train.first_node, train.nodes, serve.first_node, serve.nodes) == (0, 3, 3, 1)
+    assert (train.container, serve.container) == ("a", "b")
 
 
 def test_servers_on_the_trainers_node_inherit_no_growing_memory_segments_and_no_registry(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_adapters_alone_are_sent_and_exchanged() -> None:
 
 
 def test_seconds_of_a_step_by_hand() -> None:
-    time = plan(LLAMA).time
+    time = plan(LLAMA, "cluster.score_mfu=0.3").time
     matrices = 70_553_706_496 - 128_256 * 8192
     token, bubble = 2 * matrices + 2 * 80 * 8192 * 2560, 3 / (1024 * 2560 / 4 / 2 / 8192)
     layers = matrices - 128_256 * 8192
@@ -197,6 +197,8 @@ def test_seconds_of_a_step_by_hand() -> None:
     waiting = 8 * 20 * activations * 7 / 8 / (0.7 * 450e9) + 2 * activations / 8 / (0.7 * 50e9)
     padding = 1 + 7 / 2 / 8192  # to the next multiple of eight tensor-parallel ranks
     assert time.train == pytest.approx((computing + waiting) * (1 + bubble) * padding)
+    # a forward pass is a third of the work, and moves half of the activations
+    assert time.score == pytest.approx((computing / 3 * 0.45 / 0.3 + waiting / 2) * (1 + bubble) * padding)
     assert 0.33 <= time.mfu <= 0.38
     assert time.mfu == pytest.approx(3 * token * 1024 * 2560 / (64 * 989e12) / ((computing + waiting) * padding))
     assert time.root == pytest.approx(1024 * 2048 * 0.02e-6)
@@ -205,7 +207,7 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert time.save == pytest.approx(own / (0.7 * 55e9) / 20)  # beside training
     assert plan(LLAMA).hosts[-1].staged == own
     weights, cache = 4096 * 70_553_706_496 * 2 / 4, 128 * 2048 * (512 + 1024) * 81_920  # one wave of 128 sequences
-    decoding, prompts = (weights + cache) / (3350e9 * 0.5), 128 * 512 * token / (32 * 989e12 * 0.45)
+    decoding, prompts = (weights + cache) / (3350e9 * 0.5), 128 * 512 * token / (32 * 989e12 * 0.3)
     assert time.generation == pytest.approx(decoding + prompts)
     # a gradient is read, 12 bytes of states are read and written, a bfloat16 weight is written; four times a step
     assert time.adam == pytest.approx(4 * own / 12 * (4 + 24 + 2) / (0.7 * 3350e9))

@@ -225,6 +225,7 @@ QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noi
         ({"preset": "tepo"}, QUIET | {"entropy/noise/p99": 0.1}, []),  # auto goes with it
         ({"preset": "tepo", "kl_mask": {"tolerance": 0.05}}, QUIET | {"entropy/noise/p99": 0.04}, []),
         ({"preset": "tepo", "kl_mask": {"tolerance": 0.05}}, QUIET | {"entropy/noise/p99": 0.06}, ["kl_mask.tolerance = 0.05"]),
+        ({"preset": "tepo"}, QUIET | {"ratio/noise/p99": 0.03, "sequence_ratio/noise/p99": 9.0}, ["trust_region.low = 0.026"]),
         ({"preset": "grpo"}, QUIET | {"entropy/noise/p99": 9.0, "sequence_ratio/noise/p99": 9.0}, []),
         ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 3.5e-4}, ["trust_region.low = 0.0003"]),
         ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 1e-3}, ["trust_region.low", "trust_region.high"]),

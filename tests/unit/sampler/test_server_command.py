@@ -56,19 +56,23 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2
         ({"routing_replay": True}, "0", False, "--enable-return-routed-experts", wire.ROUTES_VARIABLE),
         ({"routing_replay": True}, "nobind", False, WORKER, wire.ROUTES_VARIABLE),
         ({"routing_replay": True}, "0", True, "--enable-return-routed-experts", wire.ROUTES_VARIABLE),  # vLLM's own worker does
-        ({"interface": "ib0"}, "0", True, "", "NCCL_SOCKET_IFNAME"),
+        ({"interface": "ib0"}, "0", True, "", "NCCL_SOCKET_IFNAME=ib0"),
+        ({"cpu_kv_cache_gib": 3}, "0", False, "", "VLLM_CPU_KVCACHE_SPACE=3"),
     ],
 )
 def test_a_setting_reaches_vllm_and_its_default_does_not(
     config: dict[str, Any], cores: str, on_gpu: bool, argument: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def variables(one: Server) -> set[str]:
+        return {text for name, value in one.environment(on_gpu=on_gpu).items() for text in (name, f"{name}={value}")}
+
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # train.sh's
     made, plain = (server(ServerConfig.model_validate(changes), cores=cores) for changes in (config, {}))
     assert argument in " ".join(made.command(on_gpu=on_gpu))
     assert not argument or argument not in " ".join(plain.command(on_gpu=on_gpu))
-    assert not variable or variable in made.environment(on_gpu=on_gpu)
-    assert {variable, "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(plain.environment(on_gpu=on_gpu))
+    assert not variable or variable in variables(made)
+    assert {variable, "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(variables(plain))
     assert (WORKER in " ".join(made.command(on_gpu=True))) is False
 
 
@@ -395,14 +399,14 @@ CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
         (Machine(open_files=64), r"needs .*open files: 90 needed, 64 found; raise the hard limit \(ulimit -Hn"),
         (Machine(processes=10), "processes and threads: 45 needed, 10 found; raise the limit .ulimit -u"),
         (Machine(memory=512 * MIB), "memory: 1536 MiB needed, 512 MiB found; free some, raise the job's or container's limit"),
-        (Machine(address_space=GIB), "address space of a process: 3072 MiB needed, 1024 MiB found; lift the limit .ulimit -v"),
+        (Machine(address_space=GIB), "address space of a process: 5120 MiB needed, 1024 MiB found; lift the limit .ulimit -v"),
         (Machine(shared_memory=64 * MIB), r"shared memory in /dev/shm: 240 MiB needed, 64 MiB found; enlarge it \(docker"),
         (Machine(open_files=64, shared_memory=0), r"open files: .*\. shared memory"),
     ],
 )
 def test_what_is_short_is_said_with_what_is_needed_found_and_to_do(found: Machine, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_machine(ServerConfig(), 1, **CPU, machine=found)
+        check_machine(ServerConfig(cpu_kv_cache_gib=3), 1, **CPU, machine=found)
 
 
 def test_more_servers_workers_and_weights_need_more() -> None:
