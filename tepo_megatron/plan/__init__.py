@@ -18,7 +18,7 @@ from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_fp8, check_trainer_split
+from tepo_megatron.weights.layouts import VllmParallel, check_fp8, check_trainer_split
 
 _DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
@@ -38,7 +38,6 @@ class Plan:
     config: RunConfig
     spec: ModelSpec
     lengths: Lengths
-    sync: SyncTraffic | None = None
     substitute: str | None = None
 
     @classmethod
@@ -74,8 +73,12 @@ class Plan:
         return ServerMemory.of(self.spec, self.config, longest=self.lengths.longest, mean=self.lengths.mean)
 
     @cached_property
+    def sync(self) -> SyncTraffic | None:
+        return SyncTraffic.of(self.ranks) if self.config.rollout.replay is None else None
+
+    @cached_property
     def time(self) -> StepTime:
-        return StepTime.of(self.ranks, self.lengths, self.server, self.sync, self.hosts)
+        return self._time(self.sync)
 
     @property
     def worst(self) -> RankMemory:
@@ -133,6 +136,9 @@ class Plan:
     @property
     def _step_tokens(self) -> float:
         return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt * self.lengths.mean
+
+    def _time(self, sync: SyncTraffic | None) -> StepTime:
+        return StepTime.of(self.ranks, self.lengths, self.server, sync, self.hosts)
 
     @property
     def _host_problem(self) -> str | None:
@@ -201,7 +207,7 @@ class Plan:
                 if (plan := self._changed(values)) is not None and plan.worst.total <= usable
             ]
             if changes:
-                changes.sort(key=lambda change: ("optimizer.exp_avg_dtype" in change[0], change[1].time.trainer_seconds))
+                changes.sort(key=lambda change: ("optimizer.exp_avg_dtype" in change[0], change[1]._time(None).trainer_seconds))
                 shown = (
                     f"{_shown(values)} ({plan.worst.total / GIB:.1f} GiB)" for values, plan in changes[:_MAX_CHANGES_SHOWN]
                 )
@@ -227,12 +233,12 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
-    ranks = TrainingRanks(spec, config)
-    _check_layout(ranks)
+    _check_layout(TrainingRanks(spec, config))
     lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
-    sync = SyncTraffic.of(ranks) if config.rollout.replay is None else None
-    return Plan(config, spec, lengths, sync, substitute)
+    if config.rollout.replay is None:
+        _check_server_split("rollout.server", config.rollout.server, spec)
+    return Plan(config, spec, lengths, substitute)
 
 
 def _check_layout(ranks: TrainingRanks) -> None:
@@ -241,6 +247,13 @@ def _check_layout(ranks: TrainingRanks) -> None:
     check_fp8(spec, engine.parallel, engine.fp8)
     spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)
     spec.check_balance(engine.moe_balance.kind)
+
+
+def _check_server_split(field: str, server: ServerConfig, spec: ModelSpec) -> None:
+    try:
+        VllmParallel(tp=server.tp).check(spec)
+    except ValueError as error:
+        raise ValueError(f"{field}.tp = {server.tp} does not fit this model: {error}") from None
 
 
 def check_plan(plan: Plan) -> None:

@@ -81,9 +81,6 @@ PARAMETERS, GIB = PUBLISHED["Qwen2.5-7B"], 2**30
 SPEC = resolve_spec("Qwen2.5-7B")[0]
 FP32 = ("store_param_remainders=false", "exp_avg_dtype=float32", "exp_avg_sq_dtype=float32")
 
-REPLAY = "rollout.replay=/nowhere"
-"""Without servers, whose weight sync takes seconds to plan."""
-
 
 @cache
 def plan(*overrides: str, path: str = H200) -> Plan:
@@ -255,7 +252,7 @@ def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
 
 
 def test_its_product_is_computed_once_more() -> None:
-    plain, fused = (plan(f"engine.head={head}", REPLAY, path=LLAMA).time for head in ("logits", "fused"))
+    plain, fused = (plan(f"engine.head={head}", path=LLAMA).time for head in ("logits", "fused"))
     assert fused.flops_train - plain.flops_train == pytest.approx(2 * 128256 * 8192 * plain.tokens)
     assert fused.train > plain.train
     assert fused.flops_score == plain.flops_score
@@ -270,14 +267,14 @@ def test_70b_fits_one_node_of_eight_gpus_with_lora_alone() -> None:
     cluster = found.config.cluster
     assert (cluster.train_nodes, cluster.rollout_nodes, found.config.engine.parallel.world_size) == (1, 0, 8)
     assert found.worst.total < 50 * GIB
-    everything = plan("model.lora=null", REPLAY, path=LORA)
+    everything = plan("model.lora=null", path=LORA)
     assert "the largest term is optimizer with 98.6 GiB" in everything.problems[0]
     assert found.worst.activations == everything.worst.activations
     assert found.worst.gradients < everything.worst.gradients / 90
     # a KL term's reference is the model without its adapters
     kl = ("objective.kl.coefficient=0.1", "objective.kl.against=reference")
     assert plan(*kl, path=LORA).worst == found.worst
-    assert plan(*kl, "model.lora=null", REPLAY, path=LORA).worst.reference > 16 * GIB
+    assert plan(*kl, "model.lora=null", path=LORA).worst.reference > 16 * GIB
 
 
 def test_teachers_on_the_ranks_are_counted() -> None:
@@ -332,7 +329,7 @@ SPLIT = ("dp=4", "tp=2", "sequence_parallel=true", "ep=4", "etp=1")
 
 
 def moe_plan(*parallel: str, more: Sequence[str] = ()) -> Plan:
-    model = ["model.path=/nowhere/Mixtral-8x7B-v0.1", "cluster.train_nodes=1", "optimizer.distributed=true", REPLAY]
+    model = ["model.path=/nowhere/Mixtral-8x7B-v0.1", "cluster.train_nodes=1", "optimizer.distributed=true", "rollout.replay=r"]
     return plan(*model, *(f"engine.parallel.{setting}" for setting in parallel), *more, path=QWEN)
 
 
