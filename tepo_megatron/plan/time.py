@@ -17,7 +17,7 @@ from tepo_megatron.weights.adapters import adapted_tensors
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import VllmParallel, check_trainer_split
-from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.reshard import reshard_traffic
 from tepo_megatron.weights.table import tensor_shapes
 
 _VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an assumption
@@ -168,7 +168,7 @@ class SyncTraffic:
 
     @classmethod
     def of(cls, ranks: TrainingRanks) -> SyncTraffic:
-        """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
+        """Raises ValueError if vLLM cannot split the model."""
         spec, config = ranks.spec, ranks.config
         server, rate = config.rollout.server, _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
         if config.adapter_rank is not None:  # rank 0 sends them to every server
@@ -179,10 +179,10 @@ class SyncTraffic:
             sent_most = workers.bit_length() * size
             return cls(workers, workers * size, sent_most, size, sent_most / rate)
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
-        plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
-        sent, received = _ends(plan.bytes_between(_server_bytes(config)))
-        sent_most, received_most = max(sent.values()), max(received.values())
-        return cls(len(plan.moves), sent.total(), sent_most, received_most, max(sent_most, received_most) / rate)
+        moves, elements = reshard_traffic(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
+        b, (sent, received) = _server_bytes(config), _ends(elements)
+        sent_most, received_most = b * max(sent.values()), b * max(received.values())
+        return cls(moves, b * sent.total(), sent_most, received_most, max(sent_most, received_most) / rate)
 
 
 def _server_bytes(config: RunConfig) -> int:

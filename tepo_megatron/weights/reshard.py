@@ -71,6 +71,19 @@ def _reshard_plan(
     return plan
 
 
+def reshard_traffic(
+    spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: Mapping[int, int] | None = None
+) -> tuple[int, Counter[tuple[int, int]]]:
+    """Returns moves, at most one for each tensor and pair of ranks, and (source, destination) → elements between devices."""
+    near, sources, destinations = local or {}, source.layouts(spec), destination.layouts(spec)
+    routes, elements = set[tuple[str, int, int]](), Counter[tuple[int, int]]()
+    for request, rank, start, stop in _choose_sources(_requests(sources, destinations), near):
+        routes.add((request.tensor, rank, request.destination))
+        if near.get(request.destination) != rank:
+            elements[rank, request.destination] += (stop - start) * request.row_size
+    return len(routes), elements
+
+
 def _shards_by_box(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, list[tuple[int, Shard]]]]:
     shards: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
     for rank, layout in enumerate(layouts):

@@ -165,6 +165,7 @@ def test_an_episode_without_a_bound_has_the_tokens_of_its_turns_or_what_the_mode
 def test_a_sync_moves_every_server_s_shards_once() -> None:
     """8 servers: the model in bfloat16, and its 161 norms of 8192 once more for each further worker of the four."""
     found = plan(LLAMA).sync
+    assert found.moves == 41_120, "those of reshard_plan"
     assert found.bytes_total == 8 * 2 * (70_553_706_496 + 3 * 161 * 8192)
     assert found.bytes_received_most * 32 == found.bytes_total
     assert found.bytes_total / 64 <= found.bytes_sent_most < 1.1 * found.bytes_total / 64

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tepo_megatron.plan.time import Links
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
-from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.reshard import reshard_plan, reshard_traffic
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.cli import invoke
 from tests.support.reshard_models import Case, cases, small_spec
@@ -45,6 +45,7 @@ def test_moves_write_every_element_once_and_send_no_byte_too_many_and_equal_rank
                 demand[frozenset(owners[value])] += 1
     between = plan.bytes_between(1)
     assert sum(between.values()) == demand.total()
+    assert reshard_traffic(case.spec, case.source, case.destination, case.local)[1] == between
     kinds = list(demand)
     unions = {frozenset().union(*some) for size in range(1, min(len(kinds), 3) + 1) for some in combinations(kinds, size)}
     unions.add(frozenset().union(*kinds))
@@ -67,10 +68,10 @@ def test_data_parallel_copies_send_equally_much() -> None:
 @pytest.mark.parametrize(("source_tp", "server_tp"), [(1, 1), (2, 2), (4, 2), (2, 4), (1, 4)])
 def test_one_move_per_tensor_and_pair_of_ranks(source_tp: int, server_tp: int) -> None:
     """16 interleaved groups of queries, keys and values travel as one region each."""
-    spec = small_spec(num_heads=32, num_kv_heads=16)
-    plan = reshard_plan(spec, MegatronParallel(tp=source_tp), VllmParallel(tp=server_tp))
+    ranks = small_spec(num_heads=32, num_kv_heads=16), MegatronParallel(tp=source_tp), VllmParallel(tp=server_tp)
+    plan = reshard_plan(*ranks)
     routes = [(move.tensor, move.source, move.destination) for move in plan.moves]
-    assert len(routes) == len(set(routes))
+    assert len(routes) == len(set(routes)) == reshard_traffic(*ranks)[0]
 
 
 def test_the_digest_names_every_input() -> None:
