@@ -183,38 +183,47 @@ class ReshardPlan:
 
     def prove(self, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
         """Raises RuntimeError unless every destination's element is written once, from its place in the source."""
-        source_shards, destination_shards = _shards_by_param(sources), _shards_by_param(destinations)
+        of_sources, of_destinations = _places_by_param(sources), _places_by_param(destinations)
         written: dict[tuple[int, str], list[Box]] = defaultdict(list)
+        proved: dict[tuple[object, ...], list[Box]] = {}  # layers, copies and servers have equal cases
         for move in self.moves:
-            of_source = source_shards[move.source, move.source_param][move.tensor]
-            of_destination = destination_shards[move.destination, move.destination_param][move.tensor]
-            for source_box, destination_box in zip(move.source_region.boxes(), move.destination_region.boxes(), strict=True):
-                sent, needed = _in_tensor(source_box, of_source), _in_tensor(destination_box, of_destination)
-                if sent is None or sent != needed:
-                    raise RuntimeError(
-                        f"the move of {move.tensor} from {move.source_param} of source rank {move.source} to "
-                        f"{move.destination_param} of destination rank {move.destination} takes {sent} to where {needed} "
-                        "belongs; make the plan again"
-                    )
-                written[move.destination, move.destination_param].append(destination_box)
-        for (rank, param), tensors in destination_shards.items():
-            needed_boxes = tuple(shard.param_box for shards in tensors.values() for shard in shards)
+            of_source = of_sources[move.source, move.source_param].get(move.tensor, ())
+            of_destination = of_destinations[move.destination, move.destination_param].get(move.tensor, ())
+            case = move.source_region, move.destination_region, of_source, of_destination
+            if (boxes := proved.get(case)) is None:
+                boxes = proved[case] = list(move.destination_region.boxes())
+                for source_box, destination_box in zip(move.source_region.boxes(), boxes, strict=True):
+                    sent, needed = _in_tensor(source_box, of_source), _in_tensor(destination_box, of_destination)
+                    if sent is None or sent != needed:
+                        raise RuntimeError(
+                            f"the move of {move.tensor} from {move.source_param} of source rank {move.source} to "
+                            f"{move.destination_param} of destination rank {move.destination} takes {sent} to where {needed} "
+                            "belongs; make the plan again"
+                        )
+            written[move.destination, move.destination_param] += boxes
+        for (rank, param), tensors in of_destinations.items():
+            needed_boxes = tuple(box for places in tensors.values() for box, _ in places)
             if problem := _find_problem(tuple(written[rank, param]), needed_boxes):
                 raise RuntimeError(f"the plan writes {problem} of {param} on destination rank {rank}; make the plan again")
 
 
-def _shards_by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, list[Shard]]]:
-    shards: dict[tuple[int, str], dict[str, list[Shard]]] = defaultdict(lambda: defaultdict(list))
+_Places = tuple[tuple[Box, Box], ...]
+"""A tensor's shards in one parameter: (box of the parameter, box of the tensor)."""
+
+
+def _places_by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, _Places]]:
+    places: dict[tuple[int, str], dict[str, _Places]] = defaultdict(dict)
     for rank, layout in enumerate(layouts):
         for shard in layout.shards:
-            shards[rank, shard.param][shard.tensor].append(shard)
-    return shards
+            by_tensor = places[rank, shard.param]
+            by_tensor[shard.tensor] = (*by_tensor.get(shard.tensor, ()), (shard.param_box, shard.box))
+    return places
 
 
-def _in_tensor(box: Box, shards: Sequence[Shard]) -> Box | None:
-    for shard in shards:
-        if shard.param_box.intersection(box) == box:
-            return _translate(box, shard.param_box.start, shard.box.start)
+def _in_tensor(box: Box, places: _Places) -> Box | None:
+    for in_param, in_tensor in places:
+        if in_param.intersection(box) == box:
+            return _translate(box, in_param.start, in_tensor.start)
     return None
 
 

@@ -29,14 +29,9 @@ class _BoxRequest(NamedTuple):
     shard: Shard
     box: Box
     owners: Mapping[int, Shard]
-
-    @property
-    def rows(self) -> int:
-        return self.box.stop[0] - self.box.start[0]
-
-    @property
-    def row_size(self) -> int:
-        return math.prod(self.box.shape[1:])
+    holders: tuple[int, ...]  # the owners' keys
+    rows: int
+    row_size: int
 
 
 _Part = tuple[_BoxRequest, int, int, int]  # request, source rank, first row, end of rows
@@ -100,8 +95,10 @@ def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout
         except ValueError as error:
             raise ValueError(f"{tensor} cannot be resharded: {error}") from None
         for source_box, destination_box, box in common:
+            sources_of, (rows, *inner) = dict(owners[tensor][source_box]), box.shape
+            shared = box, sources_of, tuple(sources_of), rows, math.prod(inner)
             for destination, shard in receivers[destination_box]:
-                yield _BoxRequest(tensor, destination, shard, box, dict(owners[tensor][source_box]))
+                yield _BoxRequest(tensor, destination, shard, *shared)
 
 
 def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[Move]:
@@ -124,7 +121,7 @@ def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -
         if local_source is not None and local_source in request.owners:
             yield request, local_source, 0, request.rows
         else:
-            shared[tuple(request.owners)].append(request)
+            shared[request.holders].append(request)
     # Ordered by receiver, because _assign_senders gives consecutive items to one owner: each receiver has few senders.
     for group in shared.values():
         group.sort(key=lambda request: request.destination)
