@@ -73,14 +73,18 @@ arguments=("$RUN" ${settings[@]+"${settings[@]}"} ${overrides[@]+"${overrides[@]
 bash "$here/scripts/setup_launch.sh"
 tepo=$here/.venv-launch/bin/tepo
 "$tepo" doctor --launch
-if [[ $dry_run == no ]]; then
-  "$tepo" plan "${arguments[@]}"
-fi
+unset_yet=$(mktemp) # what a plan says is not set yet
+trap 'rm -f "$unset_yet"' EXIT
+keep_unset=(sed "/^Not set yet/,/^\$/w $unset_yet")
 code=0
-"$tepo" launch "${arguments[@]}" ${options[@]+"${options[@]}"} || code=$?
-unset_yet=$("$tepo" plan "${arguments[@]}" 2>/dev/null | sed -n '/^Not set yet/,$p' || true) # launch has said why it fails
-if [[ -n $unset_yet ]]; then
-  echo "$unset_yet"
+if [[ $dry_run == yes ]]; then
+  "$tepo" launch "${arguments[@]}" "${options[@]}" | "${keep_unset[@]}" || code=$?
+else
+  "$tepo" plan "${arguments[@]}" | "${keep_unset[@]}"
+  "$tepo" launch "${arguments[@]}" ${options[@]+"${options[@]}"} || code=$?
+fi
+if [[ -s $unset_yet ]]; then
+  sed '/^$/d' "$unset_yet"
   echo "MODEL, TRAIN_DATA, HELDOUT_DATA, ACCOUNT, PARTITION, CONTAINER and NODE_PYTHON at the head of scripts/run_tepo_70b.sh set these."
 fi
 exit "$code"

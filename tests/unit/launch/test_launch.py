@@ -289,21 +289,24 @@ SET = {
 """Variables of the 70B script, and what they set."""
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("unset", ["", "Not set yet; set it:\n  - c: d\n"])
-def test_the_70b_script_submits_what_is_set_and_ends_with_what_is_not(tmp_path: Path, unset: str) -> None:
-    """With a ``tepo`` that prints what it would submit; what a plan says: tests/unit/plan/test_run_plan.py."""
+def test_the_70b_script_submits_what_is_set_and_ends_with_what_is_not(tmp_path: Path, unset: str, dry_run: bool) -> None:
+    """With a ``tepo`` that prints what it would submit; what a plan says: tests/unit/plan/test_run_plan.py. It plans once."""
     for folder in ("scripts", ".venv-launch/bin"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "scripts/run_tepo_70b.sh").write_bytes((ROOT / "scripts/run_tepo_70b.sh").read_bytes())
     write_script(tmp_path / "scripts/setup_launch.sh", "true")
-    tepo = 'case $1 in plan) printf "Assumed:\n  - a: b\n$UNSET" ;; launch) echo "$@" && exit 3 ;; esac'
-    write_script(tmp_path / ".venv-launch/bin/tepo", tepo)
-    words = ["--dry-run", "--executor", "slurm", "--executor=kubernetes", "train.steps=5"]
+    tepo = 'echo "$1" >>calls; [[ $1 == doctor ]] || echo "$@"; [[ $1 != plan && $* != *--dry-run ]] || printf "$UNSET"'
+    write_script(tmp_path / ".venv-launch/bin/tepo", tepo + '; [[ $1 != launch ]] || { printf "\n===== a script\n"; exit 3; }')
+    words = [*(["--dry-run"] if dry_run else []), "--executor", "slurm", "--executor=kubernetes", "train.steps=5"]
     environment = {"PATH": os.environ["PATH"], "CDPATH": str(tmp_path), "UNSET": unset, "RUN": "r.yaml"}
     command, env = ["bash", "scripts/run_tepo_70b.sh", *words], environment | dict.fromkeys(SET, "a b")
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 3, "launch's own exit code"
+    assert (tmp_path / "calls").read_text().split() == ["doctor", *([] if dry_run else ["plan"]), "launch"]
     submitted = ["r.yaml", *(f"{field}=a b" for field in SET.values()), "cluster.executor=slurm", "cluster.executor=kubernetes"]
-    head = " ".join(["launch", *submitted, "train.steps=5", "--dry-run\n"])
+    run = " ".join([*submitted, "train.steps=5"])
+    plan = f"launch {run} --dry-run\n{unset}" if dry_run else f"plan {run}\n{unset}launch {run}\n"
     sentence = f"{', '.join(SET).replace(', NODE', ' and NODE')} at the head of scripts/run_tepo_70b.sh set these.\n"
-    assert done.stdout == head + (unset and unset + sentence)
+    assert done.stdout == f"{plan}\n===== a script\n" + (unset and unset + sentence)
