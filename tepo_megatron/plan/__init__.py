@@ -18,7 +18,7 @@ from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import VllmParallel, check_fp8, check_trainer_split
+from tepo_megatron.weights.layouts import VllmParallel, check_fp8, check_teacher, check_trainer_split
 
 _DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
@@ -242,7 +242,9 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
 
 
 def _check_layout(ranks: TrainingRanks) -> None:
-    spec, engine = ranks.spec, ranks.config.engine
+    spec, engine, objective = ranks.spec, ranks.config.engine, ranks.config.objective
+    for name, split in ranks.teachers.items():
+        check_teacher(name, split.spec, spec, split.parallel, engine.fp8, compares_logits="divergence" in objective.needs)
     check_trainer_split(spec, engine.parallel)
     check_fp8(spec, engine.parallel, engine.fp8)
     spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)

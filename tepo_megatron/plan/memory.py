@@ -82,11 +82,11 @@ class TrainingRanks:
         self._parallel, self._element = config.engine.parallel, ELEMENT_BYTES[config.dtype()]
         self._sequence_split = self._parallel.tp if self._parallel.sequence_parallel else 1
         self._norm_copies = 2 if self.has_te else 3  # input and output, with torch also the normalised input
-        self.teachers = [
-            ModelSplit(resolve_spec(teacher.path, f"teachers.{name}.path")[0], config.engine.parallel.even)
+        self.teachers = {
+            name: ModelSplit(resolve_spec(teacher.path, f"teachers.{name}.path")[0], config.engine.parallel.even)
             for name, teacher in config.teachers.items()
             if teacher.place == "ranks"
-        ]
+        }
         self._chosen_mlps = spec.experts.per_token if spec.experts else 1
         self.passed_width = self._chosen_mlps * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
@@ -167,7 +167,7 @@ class TrainingRanks:
             activations, logits, transient = 0, 0, copies
         heads, layers = self._teacher_bytes(stage)
         if config.engine.fp8.enabled:
-            copies_of = [_FP8_COPIES * split.in_layers(stage).total for split in self.teachers]
+            copies_of = [_FP8_COPIES * split.in_layers(stage).total for split in self.teachers.values()]
             layers = [size + copies for size, copies in zip(layers, copies_of, strict=True)]
         return RankMemory(
             weights=b * (count + adapters) + self._fp8_copies(stage),
@@ -190,8 +190,8 @@ class TrainingRanks:
     def _teacher_bytes(self, stage: int) -> tuple[float, list[float]]:
         """Returns the bytes of all heads, and of each one's layers."""
         at_end = stage == self._parallel.pp - 1
-        heads = [self._element * split.vocabulary * at_end for split in self.teachers]
-        whole = [self._element * split.in_stage(stage).total for split in self.teachers]
+        heads = [self._element * split.vocabulary * at_end for split in self.teachers.values()]
+        whole = [self._element * split.in_stage(stage).total for split in self.teachers.values()]
         return sum(heads), [total - head for total, head in zip(whole, heads, strict=True)]
 
     def _communicators(self) -> int:
@@ -322,7 +322,7 @@ class TrainingRanks:
     def _teacher_states(self, step_tokens: float) -> float:
         if "divergence" not in self.config.objective.needs:
             return 0
-        parallel, width = self._parallel, sum(split.spec.hidden_size for split in self.teachers)
+        parallel, width = self._parallel, sum(split.spec.hidden_size for split in self.teachers.values())
         return step_tokens * self._element * width / (parallel.dp * parallel.cp * self._sequence_split)
 
     @property

@@ -275,7 +275,7 @@ class StepTime:
         trained = tokens * config.train.epochs_per_batch
         token = _forward_flops(spec, lengths.mean)
         training = 3 * token + _recomputed_flops(ranks, lengths.mean)
-        teachers = sum(_forward_flops(split.spec, lengths.mean) for split in ranks.teachers)
+        teachers = sum(_forward_flops(split.spec, lengths.mean) for split in ranks.teachers.values())
         scores = (2 if config.objective.needs_reference else 1) + teachers / token
         peak = _peak_flops(config, config.dtype()) * parallel.world_size
         imbalance = _stage_imbalance(ranks)

@@ -265,6 +265,23 @@ def _fp8_widths(spec: ModelSpec, parallel: _TrainerSizes) -> Iterator[tuple[str,
         yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())
 
 
+def check_teacher(
+    name: str, teacher: ModelSpec, student: ModelSpec, parallel: _TrainerSizes, fp8: _Fp8Settings, *, compares_logits: bool
+) -> None:
+    try:
+        check_trainer_split(teacher, parallel)
+        check_fp8(teacher, parallel, fp8)
+    except ValueError as error:
+        raise ValueError(
+            f"teachers.{name} is split as the policy is: {error}; or set teachers.{name}.place = server"
+        ) from error
+    if compares_logits and teacher.vocab_size != student.vocab_size:
+        raise ValueError(
+            f"teachers.{name} has {teacher.vocab_size} logits and the policy {student.vocab_size}, which "
+            "objective.distill.of = all compares one by one; set of = sampled, or take another teacher"
+        )
+
+
 _VOCAB_PADDING = 64
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType, ModuleType
 from tepo_megatron.config import OptimizerConfig, RunConfig
 from tepo_megatron.versions import TE_RANGE, installed_version
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_fp8, check_trainer_split
+from tepo_megatron.weights.layouts import check_fp8, check_teacher, check_trainer_split
 
 INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
 WGRAD = "fused_weight_gradient_mlp_cuda"  # apex' extension: adds weight gradients to Megatron's buffer
@@ -137,28 +137,14 @@ def check_config(
     config: RunConfig, spec: ModelSpec, *, on_gpu: bool, teachers: Mapping[str, ModelSpec] = MappingProxyType({})
 ) -> None:
     """Raises ValueError for what this trainer cannot train. ``teachers``: those on its ranks."""
+    parallel, fp8 = config.engine.parallel, config.engine.fp8
     for name, teacher in teachers.items():
-        _check_teacher(name, teacher, spec, config)
-    check_trainer_split(spec, config.engine.parallel)
-    check_fp8(spec, config.engine.parallel, config.engine.fp8)
+        check_teacher(name, teacher, spec, parallel.even, fp8, compares_logits="divergence" in config.objective.needs)
+    check_trainer_split(spec, parallel)
+    check_fp8(spec, parallel, fp8)
     spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
     spec.check_balance(config.engine.moe_balance.kind)
     _check_states(config.optimizer, on_gpu=on_gpu)
-
-
-def _check_teacher(name: str, teacher: ModelSpec, student: ModelSpec, config: RunConfig) -> None:
-    try:
-        check_trainer_split(teacher, config.engine.parallel.even)
-        check_fp8(teacher, config.engine.parallel.even, config.engine.fp8)
-    except ValueError as error:
-        raise ValueError(
-            f"teachers.{name} is split as the policy is: {error}; or set teachers.{name}.place = server"
-        ) from error
-    if "divergence" in config.objective.needs and teacher.vocab_size != student.vocab_size:
-        raise ValueError(
-            f"teachers.{name} has {teacher.vocab_size} logits and the policy {student.vocab_size}, which "
-            "objective.distill.of = all compares one by one; set of = sampled, or take another teacher"
-        )
 
 
 def _check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:

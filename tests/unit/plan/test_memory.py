@@ -285,7 +285,8 @@ def test_teachers_on_the_ranks_are_counted() -> None:
     head = 2 * alone.spec.padded_vocab_size(1) * alone.spec.hidden_size
     assert judged.worst.teachers == head + max(0, alone.worst.weights - head - peak)
     assert judged.worst.total == alone.worst.total + judged.worst.teachers
-    assert "the largest term is teachers" in plan(distill, "teachers.big.path=Llama-3.3-70B-Instruct").problems[0]
+    large = plan("objective.distill.coefficient=1", "teachers.big.path=Llama-3.3-70B-Instruct")
+    assert "the largest term is teachers" in large.problems[0]
     assert judged.time.score == pytest.approx(2 * alone.time.score, rel=0.01)
     hosts = [one.hosts[0] for one in (alone, judged)]
     assert hosts[1].teachers - hosts[0].teachers > judged.worst.weights / 2
@@ -300,6 +301,19 @@ def test_teachers_on_the_ranks_are_counted() -> None:
     whole = 8 * 64 * top._step_tokens
     assert top.hosts[0].teachers - served.hosts[0].teachers == 2 * whole
     assert top.worst.communication - served.worst.communication == pytest.approx(2 * whole / top.config.train.minibatches)
+
+
+@pytest.mark.parametrize(
+    ("distill", "parallel", "message"),
+    [
+        ("of=all", "{tp: 4, dp: 4}", r"teachers\.a has 152064 logits and the policy 128256"),
+        ("coefficient=1", "{}", r"teachers\.a is split as the policy is: .*28 attention heads.*place = server"),
+        ("coefficient=1", "{tp: 4, pp: 8}", r"teachers\.a is split .* 28 layers do not split"),
+    ],
+)
+def test_a_teacher_that_the_ranks_would_refuse_is_refused(distill: str, parallel: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        plan("teachers.a.path=Qwen2.5-7B", f"objective.distill.{distill}", f"engine.parallel={parallel}", path=LLAMA)
 
 
 def test_adapters_are_counted_as_they_are_made() -> None:
