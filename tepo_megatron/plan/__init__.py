@@ -166,12 +166,10 @@ class Plan:
         if config.rollout.replay is None:
             longest = self.lengths.longest
             yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
-            for name, teacher in config.teachers.items():
-                if teacher.local_workers:
-                    spec, served = resolve_spec(teacher.path, f"teachers.{name}.path")[0], teacher.served
-                    worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
-                    # it scores a response only if its model could write one more token
-                    yield from self._server_problems(f"teachers.{name}.server", served, spec, worker, longest + 1)
+            for field, served, spec in _served_teachers(config):
+                worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
+                # it scores a response only if its model could write one more token
+                yield from self._server_problems(field, served, spec, worker, longest + 1)
 
     def _server_problems(
         self, field: str, server: ServerConfig, spec: ModelSpec, memory: ServerMemory, longest: int
@@ -237,7 +235,8 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     if config.rollout.replay is None:
-        _check_server_split("rollout.server", config.rollout.server, spec)
+        for server in (("rollout.server", config.rollout.server, spec), *_served_teachers(config)):
+            _check_server_split(*server)
     return Plan(config, spec, lengths, substitute)
 
 
@@ -249,6 +248,12 @@ def _check_layout(ranks: TrainingRanks) -> None:
     check_fp8(spec, engine.parallel, engine.fp8)
     spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)
     spec.check_balance(engine.moe_balance.kind)
+
+
+def _served_teachers(config: RunConfig) -> Iterator[tuple[str, ServerConfig, ModelSpec]]:
+    for name, teacher in config.teachers.items():
+        if teacher.local_workers:
+            yield f"teachers.{name}.server", teacher.served, resolve_spec(teacher.path, f"teachers.{name}.path")[0]
 
 
 def _check_server_split(field: str, server: ServerConfig, spec: ModelSpec) -> None:

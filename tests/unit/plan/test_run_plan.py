@@ -141,6 +141,9 @@ def test_a_served_teacher_must_fit_its_gpus() -> None:
     assert "teachers.a.server.max_model_len, here 131072; set that to 4097" in problem
     assert problems(tp=4, gpu_memory_utilization=0.5, max_model_len=4097) == ()
     assert problems(placement="external", registry="/r") == ()  # on GPUs that are not known
+    small = ["teachers.a.path=Qwen2.5-1.5B", "teachers.a.server.tp=8", "cluster.gpus_per_node=16"]
+    with pytest.raises(ValueError, match=r"(?s)teachers\.a\.server\.tp = 8 does not fit this model: .* 12 attention heads"):
+        plan(QWEN, *served, *small)
 
 
 EPISODES = ["environment.name=guess_number", "reward.verifier=last_word", "rollout.server.max_model_len=33792"]
