@@ -237,6 +237,12 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     if config.rollout.replay is None:
         for server in (("rollout.server", config.rollout.server, spec), *_served_teachers(config)):
             _check_server_split(*server)
+    if config.rollout.server.routing_replay:
+        spec.check_routing_replay()
+    if config.model.lora is not None and config.model.lora.serve == "adapter":
+        spec.check_served_adapters()
+    if config.rollout.server.max_model_len is not None:
+        spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
     return Plan(config, spec, lengths, substitute)
 
 

@@ -86,10 +86,8 @@ def _check_lora(run: RunSubject) -> None:
     lora, shapes = run.config.model.lora, tensor_shapes(run.spec)
     assert lora is not None
     expected = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
-    if lora.serve == "adapter" and run.spec.experts is not None:
-        raise ValueError(
-            "model.lora.serve = adapter is for dense models, and this one has experts; set model.lora.serve = merged"
-        )
+    if lora.serve == "adapter":
+        run.spec.check_served_adapters()
     if lora.path is not None:
         check_peft_folder(lora.path, expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
 
@@ -120,13 +118,6 @@ def _check_length(run: RunSubject) -> None:
     run.spec.check_length(run.server.max_model_len, "rollout.server.max_model_len")
 
 
-def _check_routing_replay(run: RunSubject) -> None:
-    if run.spec.experts is None:
-        raise ValueError(
-            f"rollout.server.routing_replay = true replays the choice of experts, and {run.spec.architecture} has none"
-        )
-
-
 def _check_shards(run: RunSubject) -> None:
     assert run.config.model.shards is not None
     check_imported(run.config.model.shards, run.model_dir)
@@ -153,7 +144,7 @@ RUN_CHECKS: tuple[_NamedCheck, ...] = (
     _NamedCheck("weights", _check_weights, _MODEL, lambda _: is_root()),
     _NamedCheck("teachers", _check_teachers, _MODEL, lambda run: bool(run.config.teachers)),
     _NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
-    _NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
+    _NamedCheck("routing replay", lambda run: run.spec.check_routing_replay(), _MODEL, lambda run: run.server.routing_replay),
     _NamedCheck("server split", _check_split, _MODEL, lambda run: run.samples),
     _NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
     _NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),

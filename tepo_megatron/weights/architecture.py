@@ -297,6 +297,18 @@ class ModelSpec:
                 "in the rollout servers neither; set kind = aux_loss, or none"
             )
 
+    def check_routing_replay(self) -> None:
+        if self.experts is None:
+            raise ValueError(
+                f"rollout.server.routing_replay = true replays the choice of experts, and {self.architecture} has none"
+            )
+
+    def check_served_adapters(self) -> None:
+        if self.experts is not None:
+            raise ValueError(
+                "model.lora.serve = adapter is for dense models, and this one has experts; set model.lora.serve = merged"
+            )
+
 
 def read_model_spec(folder: Path) -> ModelSpec:
     """Raises ValueError for a bad ``config.json`` and unsupported architectures and features."""

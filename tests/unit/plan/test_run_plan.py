@@ -329,6 +329,9 @@ def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> Non
         (LLAMA, "rollout.server={tp: 3, transfer: gather}", r"server.tp = 3 does not fit this model: .* 64 attention heads"),
         (LLAMA, "engine.parallel.etp=8", r"engine.parallel.etp = 8 is for models with experts"),
         (LLAMA, "rollout.server.max_model_len=4096", r"max_model_len = 4096 is less than .* 1024 \+ 4096; raise it to 5120"),
+        (LLAMA, "rollout.server.max_model_len=200000", r"max_model_len = 200000 tokens are more than the 131072 positions"),
+        (LLAMA, "rollout.server.routing_replay=true", r"replays the choice of experts, and LlamaForCausalLM has none"),
+        (QWEN, "model={path: Mixtral-8x7B-v0.1, lora: {rank: 8, serve: adapter}}", r"adapter is for dense models"),
         (LONG, "rollout.sampling.max_new_tokens=131072", r"together = 132096 tokens are more than the 131072 positions"),
     ],
 )
