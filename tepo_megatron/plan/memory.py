@@ -161,7 +161,7 @@ class TrainingRanks:
         logits, transient = self._head_or_layer(stage, tokens)
         owned = self.owned_weights(stage)
         boundary = tokens * b * spec.hidden_size / self._sequence_split
-        handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
+        handed_over = boundary * (self.chunks_in_flight(stage, micro_batches) + 1) if parallel.pp > 1 else 0
         activations = self._activations(stage, tokens, self.layers_in_flight(stage, micro_batches), boundary)
         if (copies := self.step_copies(owned)) > activations + logits + transient:
             activations, logits, transient = 0, 0, copies
@@ -228,15 +228,17 @@ class TrainingRanks:
         fp8 = self.config.engine.fp8
         return 0 if not fp8.enabled or fp8.params else _FP8_COPIES * self.split.in_layers(stage).total
 
-    def layers_in_flight(self, stage: int, micro_batches: float) -> float:
-        """Counts layers with live activations under (interleaved) 1F1B."""
+    def chunks_in_flight(self, stage: int, micro_batches: float) -> float:
+        """Counts the stage's parts with live activations and outputs under (interleaved) 1F1B."""
         parallel = self._parallel
-        per_chunk = len(self.split.stage_layers[stage]) / parallel.vpp
         behind = parallel.pp - stage - 1
         # 1F1B: a stage runs ahead by one micro-batch for each stage behind it. Interleaved, Megatron warms up with two chunks
         # for each stage behind, and one round of all stages for every further chunk.
         chunks = behind + 1 if parallel.vpp == 1 else 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
-        return per_chunk * min(chunks, micro_batches * parallel.vpp)
+        return min(chunks, micro_batches * parallel.vpp)
+
+    def layers_in_flight(self, stage: int, micro_batches: float) -> float:
+        return len(self.split.stage_layers[stage]) / self._parallel.vpp * self.chunks_in_flight(stage, micro_batches)
 
     def _activations(self, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
         final_norm = boundary * self._norm_copies if stage == self._parallel.pp - 1 else 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import Plan, check_placement, make_plan
-from tepo_megatron.plan.memory import TrainingRanks
+from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, TrainingRanks
 from tepo_megatron.plan.shapes import KNOWN_MODELS, model_parameters, resolve_spec
 from tepo_megatron.plan.tables import plan_notes
 from tepo_megatron.plan.time import SyncTraffic
@@ -254,8 +254,13 @@ def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vp
     spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
     config = RunConfig.model_validate({"engine": {"parallel": {"pp": pp, "vpp": vpp}}})
     expected = 80 * (1 + (pp - 1) / (pp * vpp)) if vpp > 1 else 80
-    assert TrainingRanks(spec, config).layers_in_flight(0, 1000) == pytest.approx(expected)
-    assert TrainingRanks(spec, config).layers_in_flight(0, 1) == pytest.approx(80 / pp)
+    ranks = TrainingRanks(spec, config)
+    assert ranks.layers_in_flight(0, 1000) == pytest.approx(expected)
+    assert ranks.layers_in_flight(0, 1) == pytest.approx(80 / pp)
+    # of every chunk also its output, and one more
+    batch = 1e9 * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches)
+    outputs = (ranks.memory(0, longest=4096, step_tokens=1e9).communication - batch) / (ranks.micro_batch_tokens(4096) * 8192)
+    assert outputs == pytest.approx(2 * (expected * pp * vpp / 80 + 1))
 
 
 def terms(stage: int, *overrides: str) -> dict[str, float]:
