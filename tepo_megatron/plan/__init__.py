@@ -16,7 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, tensor_ranks_straddle
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import VllmParallel, check_fp8, check_teacher, check_trainer_split
 
@@ -336,6 +336,12 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         f"links at {cluster.link_efficiency:.0%} of {cluster.network_gb_per_s:g} GB/s between nodes and "
         f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
     )
+    if tensor_ranks_straddle(config):
+        tp, gpus = config.engine.parallel.tp, cluster.gpus_per_node
+        yield (
+            f"engine.parallel.tp = {tp} does not divide cluster.gpus_per_node = {gpus}, "
+            "so that some tensor-parallel ranks share no node; in every layer they talk over the network"
+        )
     if config.train.save_every:
         size, rank_size = ranks.checkpoint_bytes / 1e9, ranks.rank_checkpoint_bytes / 1e9
         how = "written beside training" if ranks.saves_beside_training else f"written at {cluster.storage_gb_per_s:g} GB/s"

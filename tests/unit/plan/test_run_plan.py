@@ -248,6 +248,14 @@ def test_float32_computes_at_its_own_peak() -> None:
     assert [any("a fifteenth" in text for text in found.assumptions) for found in (half, full)] == [False, True]
 
 
+def test_tensor_parallel_ranks_that_straddle_nodes_wait_for_the_network() -> None:
+    """24 ranks in groups of 4: four nodes of 6 GPUs, or three of 8."""
+    ranks, nodes = "engine.parallel={tp: 4, pp: 1, dp: 6}", ((4, 6), (3, 8))
+    across, within = (plan(LLAMA, REPLAY, ranks, f"cluster={{train_nodes: {n}, gpus_per_node: {k}}}") for n, k in nodes)
+    assert across.time.exposed == pytest.approx(450 / 50 * within.time.exposed)
+    assert [any("tp = 4 does not divide" in text for text in found.assumptions) for found in (across, within)] == [True, False]
+
+
 @given(pp=st.sampled_from([2, 4, 8]), vpp=st.sampled_from([1, 2, 5]))
 def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vpp: int) -> None:
     """The first stage keeps L · (1 + (p − 1) / (p v)) layers' worth if interleaved, L if not (Korthikanti et al., 2022)."""
