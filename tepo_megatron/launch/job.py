@@ -30,7 +30,7 @@ class Role:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """Makes paths absolute and gives external servers nodes of their own.
+    """Makes paths absolute and gives external servers nodes of their own; a replay has no servers.
 
     Raises ValueError for a relative path through ssh, and an output path that needs quotes.
     """
@@ -44,6 +44,9 @@ def on_nodes(config: RunConfig) -> RunConfig:
             raise ValueError(
                 f"output = {str(output)!r} has {char!r}, which NeMo-Run's scripts cannot have; choose another folder"
             )
+    if config.rollout.replay is not None:  # needs no servers
+        without = {"rollout_nodes": 0, "rollout_container": None, "rollout_python": None}
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update=without)})
     if not config.cluster.rollout_nodes:
         return config
     server = config.rollout.server.model_copy(update={"placement": "external", "registry": output / "servers"})

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from tepo_megatron.cli.launch import _launch
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.launch.cluster import ClusterRun
@@ -43,6 +44,12 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert config.rollout.server.registry == config.output / "servers"
     assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
     assert Job(config).mounts == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
+
+
+def test_a_replay_takes_no_nodes_of_servers() -> None:
+    config = job("rollout.replay=/recorded", "cluster.rollout_container=image", "cluster.rollout_python=python3")
+    assert [role.name for role in Job(config).roles] == ["train"]
+    assert RunConfig.model_validate(config.model_dump(exclude_unset=True)).rollout.server.placement == "local"
 
 
 OTHER_PATHS = {
