@@ -75,13 +75,14 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
             except ValueError:
                 if base not in KNOWN_MODELS:
                     raise
-        name = name if name in KNOWN_MODELS else base
-        if name not in KNOWN_MODELS:
+        known = name if name in KNOWN_MODELS else base
+        if known not in KNOWN_MODELS:
             raise ValueError(
-                f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
+                f"{field} = {source} is not on this machine, and the shape of {known!r} is not known here; give the folder "
                 f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
             )
-        spec = ModelSpec.of(KNOWN_MODELS[name], f"known model {name}")
+        fewer = {"max_position_embeddings": 32768} if known != name and known.startswith("Qwen2") else {}
+        spec = ModelSpec.of({**KNOWN_MODELS[known], **fewer}, f"known model {name}")
         return spec, f"{field} = {source} is not on this machine; shapes are those published for {name}"
     return read_model_spec(folder), None
 
