@@ -68,6 +68,12 @@ def _check_reachable(config: RunConfig) -> None:
             )
 
 
+def _folder_of(file: str) -> PurePosixPath:
+    # custom code can import its neighbours; but / would hide the whole image
+    path = PurePosixPath(file)
+    return path.parent if path.parent.name else path
+
+
 @dataclass(frozen=True)
 class Job:
     """``config`` is a result of ``on_nodes``."""
@@ -90,13 +96,11 @@ class Job:
 
     @property
     def mounts(self) -> list[str]:
-        # of a file its folder: custom code can import its neighbours
-        plugins = (name for name in self.config.objective.plugins if name.startswith("/"))
-        folders = {PurePosixPath(name).parent for name in plugins}
+        folders = {_folder_of(name) for name in self.config.objective.plugins if name.startswith("/")}
         for field, path in paths_in(self.config).items():
             if field != "cluster.ssh_identity" and not path.startswith(BUILTIN):
                 is_file = field.startswith(("data.", "evaluate.")) or field.endswith("key_file") or path.endswith(".py")
-                folders.add(PurePosixPath(path).parent if is_file else PurePosixPath(path))
+                folders.add(_folder_of(path) if is_file else PurePosixPath(path))
         for char, folder in product(",:", map(str, folders)):
             if char in folder:
                 raise ValueError(f"{folder} has {char!r}, which divides the mounts of a container; rename the folder")

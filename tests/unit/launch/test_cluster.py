@@ -59,14 +59,16 @@ OTHER_PATHS = {
     "train.resume": "true",
     "train.resume_from": "/e/checkpoints/step_000007",
     "environment": "{name: guess_number, key_file: /k/key}",
+    "data.train": "/p",
+    "data.order": "/choose.py:g",
     "cluster.ssh_identity": "/home/me/.ssh/key",
 }
 
 
 def test_every_path_of_the_run_is_mounted() -> None:
     config = job("output=/o", "cluster.rollout_nodes=0", *(f"{field}={value}" for field, value in OTHER_PATHS.items()))
-    folders = ("/e/checkpoints/step_000007", "/k", "/m/lora", "/m/model", "/m/shards", "/o", "/t/teacher")
-    assert Job(config).mounts == [f"{folder}:{folder}" for folder in folders]
+    paths = ("/choose.py", "/e/checkpoints/step_000007", "/k", "/m/lora", "/m/model", "/m/shards", "/o", "/p", "/t/teacher")
+    assert Job(config).mounts == [f"{path}:{path}" for path in paths]
 
 
 OWN_CODE = {
