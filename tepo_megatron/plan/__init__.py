@@ -33,16 +33,19 @@ _Knob = list[_Settings]  # alternative settings of the same fields
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates are computed when first read. ``substitute``: an assumption about the model's shapes."""
+    """Estimates are computed when first read. ``substitute``: an assumption about the model's shapes. ``servers_elsewhere``:
+    ``config.cluster`` does not describe the GPUs of ``rollout.server``.
+    """
 
     config: RunConfig
     spec: ModelSpec
     lengths: Lengths
     substitute: str | None = None
+    servers_elsewhere: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, spec: ModelSpec) -> Plan:
-        return cls(config, spec, _lengths(spec, config, None, None))
+    def of(cls, config: RunConfig, spec: ModelSpec, *, servers_elsewhere: bool = False) -> Plan:
+        return cls(config, spec, _lengths(spec, config, None, None), servers_elsewhere=servers_elsewhere)
 
     @cached_property
     def ranks(self) -> TrainingRanks:
@@ -165,7 +168,8 @@ class Plan:
                 yield problem
         if config.rollout.replay is None:
             longest = self.lengths.longest
-            yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
+            if not self.servers_elsewhere:
+                yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
             for field, served, spec in _served_teachers(config):
                 worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
                 # it scores a response only if its model could write one more token

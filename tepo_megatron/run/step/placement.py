@@ -139,7 +139,9 @@ class Placement:
 
     def check_memory(self, spec: ModelSpec) -> None:
         """Raises ValueError, or warns with ``engine.check_memory = false``."""
-        problems = Plan.of(self._planned(), spec).problems if self.on_gpus else None
+        if not self.on_gpus:
+            return
+        problems = Plan.of(self._planned(), spec, servers_elsewhere=self.server.placement == "external").problems
         if not problems:
             return
         sentence = "the run does not fit: " + "; ".join(problems)

@@ -205,6 +205,15 @@ def test_a_run_is_refused_by_the_memory_of_this_machine_s_host(gpu_of) -> None:
     Placement(large, replace(ONE_GPU, memory=70 * 2**30)).check_memory(spec)
 
 
+def test_external_servers_are_not_judged_by_the_trainer_s_gpus(gpu_of) -> None:
+    gpu_of(139.0)
+    spec, few = plan().spec, "rollout.server.gpu_memory_utilization=0.1"
+    external = load_run(Path(H200), [few, "rollout.server={placement: external, registry: /r}"])
+    Placement(external, ONE_GPU).check_memory(spec)
+    with pytest.raises(ValueError, match=r"a vLLM worker with rollout\.server\.tp = 1 has -3\.3 GiB for its KV cache"):
+        Placement(load_run(Path(H200), [few]), ONE_GPU).check_memory(spec)
+
+
 def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_of) -> None:
     """70B on a machine without a GPU may be slow; it is asked only where something would be built on a GPU."""
     gpu_of(0.001)
