@@ -139,7 +139,7 @@ def _servers(server: ServerMemory, sync: SyncTraffic, lengths: Lengths) -> Table
     table.add_row("tokens of a server's cache", f"{server.capacity:,.0f}")
     table.add_row(f"sequences at once, all of {lengths.longest} tokens", f"{server.concurrency_longest:,.0f}")
     table.add_row(f"sequences at once, of {lengths.mean:g} tokens on average", f"{server.concurrency_mean:,.0f}")
-    table.add_row(f"sync: every server's shards once, {sync.moves:,} moves, GB", f"{sync.bytes_total / 1e9:,.1f}")
+    table.add_row(f"sync: every server's shards once, {sync.moves:,} moves, GB between GPUs", f"{sync.bytes_total / 1e9:,.1f}")
     table.add_row("sync: sent by the busiest training rank, GB", f"{sync.bytes_sent_most / 1e9:,.1f}")
     table.add_row("sync: received by the busiest worker, GB", f"{sync.bytes_received_most / 1e9:,.1f}")
     table.add_row("sync: lower bound over these links, s", f"{sync.seconds:.2f}")

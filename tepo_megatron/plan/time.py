@@ -158,7 +158,7 @@ def _ends(pairs: Counter[tuple[int, int]]) -> tuple[Counter[int], Counter[int]]:
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """``…_most`` is that of the busiest rank or worker."""
+    """``…_most`` is that of the busiest rank or worker; no bytes are counted that stay on a GPU."""
 
     moves: int
     bytes_total: int
@@ -179,9 +179,11 @@ class SyncTraffic:
             sent_most = workers.bit_length() * size
             return cls(workers, workers * size, sent_most, size, sent_most / rate)
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
-        moves, elements = reshard_traffic(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
+        destination = VllmParallel(tp=server.tp, replicas=server.count)
+        local = {worker: worker for worker in range(destination.world_size)} if config.is_colocated else {}
+        moves, elements = reshard_traffic(spec, trainer, destination, local)
         b, (sent, received) = _server_bytes(config), _ends(elements)
-        sent_most, received_most = b * max(sent.values()), b * max(received.values())
+        sent_most, received_most = b * max(sent.values(), default=0), b * max(received.values(), default=0)
         return cls(moves, b * sent.total(), sent_most, received_most, max(sent_most, received_most) / rate)
 
 

@@ -175,6 +175,14 @@ def test_a_sync_moves_every_server_s_shards_once() -> None:
     assert found.seconds == pytest.approx(found.bytes_received_most / (0.7 * 50e9))
 
 
+def test_a_colocated_sync_counts_what_leaves_a_gpu() -> None:
+    """One GPU alone sends nothing; of two tensor-parallel ranks each worker gets half of the model from the other one."""
+    alone = plan(str(EXAMPLES / "qwen2.5-7b-h200/run.yaml")).sync
+    assert (alone.moves, alone.bytes_total, alone.seconds) == (339, 0, 0)
+    apart, shared = plan(QWEN).sync, plan(QWEN, "rollout.server.placement=colocated").sync
+    assert shared.bytes_total == pytest.approx(apart.bytes_total / 2, rel=1e-3)
+
+
 def test_a_sync_is_planned_only_if_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SyncTraffic, "of", lambda ranks: pytest.fail("this takes seconds"))
     assert "It fits with" in make_plan(load_run(Path(LONG), WITHOUT_CP)).problems[0]
