@@ -21,10 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_565,
-    "tests, lines": 45_740,
+    "package, lines": 53_927,
+    "tests, lines": 46_600,
     "docs and docstrings, words": 110_000,
-    "public classes and functions": 791,
+    "public classes and functions": 794,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
@@ -34,7 +34,7 @@ LIMITS = {
     "marker words per 1 000 docstring words": 0.8,
     "fragments without a verb per 1 000 docstrings": 28,
     "docstring words per line of code": 0.85,
-    "replaced names": 50,
+    "replaced names": 48,
     "lines of documents above 100 characters": 7,
 }
 """Figure → the most that it may be."""
