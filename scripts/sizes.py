@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 53_927,
-    "tests, lines": 46_600,
+    "tests, lines": 46_608,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 794,
     "modules": 273,
