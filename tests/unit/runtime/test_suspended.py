@@ -110,7 +110,7 @@ def stop_for_long(start: Callable[..., Any], what: str, folder: Path) -> Any:
 
 def test_time_in_which_the_whole_job_was_stopped_is_not_counted(tmp_path: Path) -> None:
     """All at once: most of the time they are stopped."""
-    with python_programs({}) as start, ThreadPoolExecutor(len(JOBS)) as pool:
+    with python_programs({}, forks=True) as start, ThreadPoolExecutor(len(JOBS)) as pool:
         ends = {what: pool.submit(stop_for_long, start, what, tmp_path / what) for what in JOBS}
     assert {what: end.exception() or end.result() for what, end in ends.items()} == {what: [1.0, None] for what in JOBS}
 
