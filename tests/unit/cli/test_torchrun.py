@@ -43,10 +43,6 @@ def runs(rank):
     text = file.read_text() if file.exists() else ""
     return not text or ((state := Process.read(int(text))) is not None and state.alive)
 
-def root_beats():
-    roots = [record.pid for record in RankRecord.read_all(folder / "status") if record.rank == 0]
-    return started(0).exists() and roots == [int(started(0).read_text() or 0)]
-
 def leave():
     (folder / "left0").touch()
     time.sleep(1)
@@ -103,13 +99,13 @@ def act():
     if what in ("hang", "still"):
         limit = 2.0 if what == "still" and rank == "1" else 1000.0
         beats = Heartbeat(folder / "status", int(rank), 2, hang_timeout_s=limit)
-        while rank == "1" and not root_beats():  # rank 0 removes what others have written before
+        while rank == "1" and not (folder / f"beats0.{attempt()}").exists():  # rank 0 removes what others have written before
             time.sleep(0.05)
-        beats.start()
         beats.phase("score")
+        beats.start()
         while (int(rank), "score") not in [(each.rank, each.phase) for each in RankRecord.read_all(folder / "status")]:
             time.sleep(0.05)
-        (folder / f"beats{rank}").touch()
+        (folder / f"beats{rank}.{attempt()}").touch()
         while not (folder / "never").exists():
             time.sleep(0.05)
             if what == "still" and rank == "0":
@@ -324,8 +320,8 @@ def test_a_rank_that_is_stopped_or_does_not_go_on_ends_the_job_with_one_sentence
     start, tmp_path: Path, what: str, victim: int, program: str
 ) -> None:
     parent = start(what, parent=program)
-    wait_until(lambda: all((tmp_path / f"beats{rank}").exists() for rank in (0, 1)), TIMEOUT_S, "the heartbeats")
     if what == "hang":
+        wait_until(lambda: all((tmp_path / f"beats{rank}.0").exists() for rank in (0, 1)), TIMEOUT_S, "the heartbeats")
         os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
     _, err = parent.communicate(timeout=TIMEOUT_S)
     assert parent.returncode == (1 if program is AGENT else 128 + signal.SIGKILL)

@@ -17,7 +17,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
 from tests.support.cli import invoke
-from tests.support.processes import eventually
+from tests.support.processes import eventually, gone
 from tests.support.programs import TIMEOUT_S, run_python
 from tests.support.shell import bash, write_script
 
@@ -205,7 +205,7 @@ def test_the_warning_reaches_the_trainer_alone(tmp_path: Path) -> None:
 def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
     """SIGTERM comes to all processes of a job; a role that ended before the trainer would end the job."""
     told = tmp_path / "told"
-    python = write_script(tmp_path / "python", f"touch {told}\nexec sleep 1000")
+    python = write_script(tmp_path / "python", f"echo $$ > {told}.new\nmv {told}.new {told}\nexec sleep 1000")
     script = script_of("serve", job(f"output={tmp_path}", "train.grace_s=1000", f"cluster.rollout_python={python}"))
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
@@ -213,8 +213,7 @@ def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
         assert eventually(told.exists)
         os.killpg(process.pid, signal.SIGUSR1)  # for the trainer
         os.killpg(process.pid, signal.SIGTERM)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        assert eventually(lambda: "python" not in children.read_text())
+        assert gone(int(told.read_text()))
         assert process.poll() is None
         (tmp_path / "servers" / "7.0").mkdir(parents=True)
         (tmp_path / "servers" / "7.0" / "trainer-ended").touch()

@@ -272,7 +272,7 @@ ATTACKS = {
     ),
     "an end that the test expects": case("import os\ndef f(x): os._exit(0)", "try: f(1)\nexcept BaseException: pass"),
     "a full disk": case(
-        "import time\nfor i in range(12): open(str(i), 'wb').write(bytes(9 * 10**6))\ntime.sleep(9)\ndef f(x): return x * x",
+        "import time\nfor i in range(12): open(str(i), 'wb').write(bytes(9 * 10**6))\ntime.sleep(100)\ndef f(x): return x * x",
         *SQUARE,
     ),
     "a flood": case(f"{WRITE}\ndef f(x):\n  while True: write('1' * 10**6)", *SQUARE),

@@ -19,11 +19,13 @@ from tepo_megatron.runtime import heartbeat, restarts
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
 from tests.support.processes import eventually
+from tests.support.programs import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 
-def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
+def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", TIMEOUT_S)  # so long the end waits for its record
     beats = Heartbeat(tmp_path, 0, 1, hang_timeout_s=7.0, limits={"rollout": 3.0})
     beats.start()
     try:

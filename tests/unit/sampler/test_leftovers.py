@@ -115,7 +115,7 @@ def test_nothing_stays_when_the_command_is_killed_or_the_starter_is_gone(left: L
         left.process.stdin.close()
     left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
-    assert Process.in_group(left.process.pid) == []
+    assert eventually(lambda: not Process.in_group(left.process.pid))
 
 
 def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_all_are_dead(left: Left) -> None:
