@@ -18,7 +18,7 @@ from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, tensor_ranks_straddle
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import VllmParallel, check_fp8, check_teacher, check_trainer_split
+from tepo_megatron.weights.layouts import check_server_split, check_trainer_models
 
 _DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
@@ -239,8 +239,8 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     if config.rollout.replay is None:
-        for server in (("rollout.server", config.rollout.server, spec), *_served_teachers(config)):
-            _check_server_split(*server)
+        for field, server, served in (("rollout.server", config.rollout.server, spec), *_served_teachers(config)):
+            check_server_split(served, server.tp, field)
     if config.rollout.server.routing_replay:
         spec.check_routing_replay()
     if config.model.lora is not None and config.model.lora.serve == "adapter":
@@ -251,11 +251,9 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
 
 
 def _check_layout(ranks: TrainingRanks) -> None:
-    spec, engine, objective = ranks.spec, ranks.config.engine, ranks.config.objective
-    for name, split in ranks.teachers.items():
-        check_teacher(name, split.spec, spec, split.parallel, engine.fp8, compares_logits="divergence" in objective.needs)
-    check_trainer_split(spec, engine.parallel)
-    check_fp8(spec, engine.parallel, engine.fp8)
+    spec, engine, teachers = ranks.spec, ranks.config.engine, {name: split.spec for name, split in ranks.teachers.items()}
+    compares_logits = "divergence" in ranks.config.objective.needs
+    check_trainer_models(spec, teachers, engine.parallel, engine.fp8, compares_logits=compares_logits)
     spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)
     spec.check_balance(engine.moe_balance.kind)
 
@@ -264,13 +262,6 @@ def _served_teachers(config: RunConfig) -> Iterator[tuple[str, ServerConfig, Mod
     for name, teacher in config.teachers.items():
         if teacher.local_workers:
             yield f"teachers.{name}.server", teacher.served, resolve_spec(teacher.path, f"teachers.{name}.path")[0]
-
-
-def _check_server_split(field: str, server: ServerConfig, spec: ModelSpec) -> None:
-    try:
-        VllmParallel(tp=server.tp).check(spec)
-    except ValueError as error:
-        raise ValueError(f"{field}.tp = {server.tp} does not fit this model: {error}") from None
 
 
 def check_plan(plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -175,6 +175,8 @@ class _TrainerSizes(Protocol):
     def etp(self) -> int | None: ...
     @property
     def sequence_parallel(self) -> bool: ...
+    @property
+    def even(self) -> _TrainerSizes: ...
 
 
 def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> MegatronParallel:
@@ -224,7 +226,7 @@ _FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 _GATHERED_BLOCK = 128  # tokens and columns, in which Transformer Engine gathers activations for "blockwise"; it asserts both
 
 
-def check_fp8(spec: ModelSpec, parallel: _TrainerSizes, fp8: _Fp8Settings) -> None:
+def _check_fp8(spec: ModelSpec, parallel: _TrainerSizes, fp8: _Fp8Settings) -> None:
     """Raises ValueError. Embedding and head are not FP8."""
     if fp8.recipe == "none":
         return
@@ -265,21 +267,25 @@ def _fp8_widths(spec: ModelSpec, parallel: _TrainerSizes) -> Iterator[tuple[str,
         yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())
 
 
-def check_teacher(
-    name: str, teacher: ModelSpec, student: ModelSpec, parallel: _TrainerSizes, fp8: _Fp8Settings, *, compares_logits: bool
+def check_trainer_models(
+    spec: ModelSpec, teachers: Mapping[str, ModelSpec], parallel: _TrainerSizes, fp8: _Fp8Settings, *, compares_logits: bool
 ) -> None:
-    try:
-        check_trainer_split(teacher, parallel)
-        check_fp8(teacher, parallel, fp8)
-    except ValueError as error:
-        raise ValueError(
-            f"teachers.{name} is split as the policy is: {error}; or set teachers.{name}.place = server"
-        ) from error
-    if compares_logits and teacher.vocab_size != student.vocab_size:
-        raise ValueError(
-            f"teachers.{name} has {teacher.vocab_size} logits and the policy {student.vocab_size}, which "
-            "objective.distill.of = all compares one by one; set of = sampled, or take another teacher"
-        )
+    """``teachers``: those on its ranks."""
+    for name, teacher in teachers.items():
+        try:
+            check_trainer_split(teacher, parallel.even)
+            _check_fp8(teacher, parallel.even, fp8)
+        except ValueError as error:
+            raise ValueError(
+                f"teachers.{name} is split as the policy is: {error}; or set teachers.{name}.place = server"
+            ) from error
+        if compares_logits and teacher.vocab_size != spec.vocab_size:
+            raise ValueError(
+                f"teachers.{name} has {teacher.vocab_size} logits and the policy {spec.vocab_size}, which "
+                "objective.distill.of = all compares one by one; set of = sampled, or take another teacher"
+            )
+    check_trainer_split(spec, parallel)
+    _check_fp8(spec, parallel, fp8)
 
 
 _VOCAB_PADDING = 64
@@ -348,6 +354,13 @@ class VllmParallel:
             vocab_rows=spec.padded_vocab_size(_VOCAB_PADDING) // self.tp,
             first_row=first_row,
         )
+
+
+def check_server_split(spec: ModelSpec, tp: int, field: str) -> None:
+    try:
+        VllmParallel(tp=tp).check(spec)
+    except ValueError as error:
+        raise ValueError(f"{field}.tp = {tp} does not fit this model: {error}") from None
 
 
 def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> Iterator[ParamMapping]:

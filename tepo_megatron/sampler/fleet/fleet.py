@@ -20,7 +20,7 @@ from tepo_megatron.sampler.sampling import Sampling, SamplingSettings
 from tepo_megatron.sampler.vllm.client import Client, ProgressWatch, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES, check_quantization, cores_of_servers
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import VllmParallel
+from tepo_megatron.weights.layouts import check_server_split
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
@@ -239,10 +239,7 @@ class Fleet(ServerPool, Sampler):
 
 
 def _check_model(config: ServerConfig, spec: ModelSpec) -> None:
-    try:
-        VllmParallel(tp=config.tp).check(spec)
-    except ValueError as error:
-        raise ValueError(f"rollout.server.tp = {config.tp} does not fit this model: {error}") from None
+    check_server_split(spec, config.tp, "rollout.server")
     size, width = spec.ffn_size // config.tp, spec.hidden_size
     in_blocks = config.quantization == "fp8_per_block" and config.transfer == "reshard"
     if in_blocks and spec.experts is not None and (size % 128 or width % 128):

@@ -17,7 +17,7 @@ from types import MappingProxyType, ModuleType
 from tepo_megatron.config import OptimizerConfig, RunConfig
 from tepo_megatron.versions import TE_RANGE, installed_version
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_fp8, check_teacher, check_trainer_split
+from tepo_megatron.weights.layouts import check_trainer_models
 
 INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
 WGRAD = "fused_weight_gradient_mlp_cuda"  # apex' extension: adds weight gradients to Megatron's buffer
@@ -137,11 +137,8 @@ def check_config(
     config: RunConfig, spec: ModelSpec, *, on_gpu: bool, teachers: Mapping[str, ModelSpec] = MappingProxyType({})
 ) -> None:
     """Raises ValueError for what this trainer cannot train. ``teachers``: those on its ranks."""
-    parallel, fp8 = config.engine.parallel, config.engine.fp8
-    for name, teacher in teachers.items():
-        check_teacher(name, teacher, spec, parallel.even, fp8, compares_logits="divergence" in config.objective.needs)
-    check_trainer_split(spec, parallel)
-    check_fp8(spec, parallel, fp8)
+    compares_logits = "divergence" in config.objective.needs
+    check_trainer_models(spec, teachers, config.engine.parallel, config.engine.fp8, compares_logits=compares_logits)
     spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
     spec.check_balance(config.engine.moe_balance.kind)
     _check_states(config.optimizer, on_gpu=on_gpu)
