@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_927,
-    "tests, lines": 46_608,
+    "package, lines": 53_925,
+    "tests, lines": 46_627,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 794,
     "modules": 273,
