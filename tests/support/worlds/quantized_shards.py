@@ -2,7 +2,8 @@
 
 For each quantisation Q, OUT/loaded-Q-RANK.safetensors holds the live tensors of a model that loaded MODELS/new from disk, and
 OUT/updated-Q-RANK.safetensors those of one that loaded MODELS/old and was then given the shards of MODELS/new, in another order
-on each worker. OUT/refused-RANK.txt is what the loader says to a checkpoint that is quantised already.
+on each worker. OUT/waiting-Q-RANK.txt names that model's linear layers that were still unprocessed when all shards were there.
+OUT/refused-RANK.txt is what the loader says to a checkpoint that is quantised already.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.quantization.online import fp8
 from vllm.model_executor.model_loader import get_model
@@ -73,13 +75,16 @@ def incoming(folder: Path, rank: int) -> Queues:
 
 
 @torch.no_grad()
-def update(model: torch.nn.Module, shards: dict[str, Tensor], queue: Queues, *, backwards: bool) -> None:
+def update(model: torch.nn.Module, shards: dict[str, Tensor], queue: Queues, *, backwards: bool) -> list[str]:
     loader = ShardLoader(model, queue)
     loader.start()
     for name in reversed(list(loader)) if backwards else loader:
         loader[name].copy_(shards[name])
         loader.complete(name)
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, LinearBase)]
+    waiting = [name.rpartition(".")[2] for name, module in linears if module.weight.dtype == torch.bfloat16]
     loader.finish()
+    return waiting
 
 
 def main() -> None:
@@ -100,7 +105,8 @@ def main() -> None:
         for kind, folder in (("loaded", models / "new"), ("updated", models / "old")):
             model, model_config = loaded(folder, quantization)
             if kind == "updated":
-                update(model, shards, queue, backwards=rank == 1)
+                waiting = update(model, shards, queue, backwards=rank == 1)
+                (out / f"waiting-{quantization}-{rank}.txt").write_text(" ".join(waiting))
                 finalize_layerwise_reload(model, model_config)
             tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             save_file(tensors, out / f"{kind}-{quantization}-{rank}.safetensors")

@@ -231,8 +231,16 @@ def shards(out: Path, kind: str, quantization: str) -> list[Shards]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor", "fp8_per_block"])
-def test_updated_weights_and_scales_are_those_that_vllm_loads_from_disk(world: Path, quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "waiting"),
+    [
+        ("fp8_per_channel", "o_proj down_proj"),
+        ("fp8_per_tensor", "qkv_proj o_proj gate_up_proj down_proj"),
+        ("fp8_per_block", ""),
+    ],
+)
+def test_updated_weights_and_scales_are_those_that_vllm_loads_from_disk(world: Path, quantization: str, waiting: str) -> None:
+    assert [(world / f"waiting-{quantization}-{rank}.txt").read_text() for rank in RANKS] == [waiting] * 2
     for updated, loaded in zip(shards(world, "updated", quantization), shards(world, "loaded", quantization), strict=True):
         assert updated.keys() == loaded.keys()
         assert loaded["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn

@@ -321,8 +321,11 @@ def _refuse_quantised_checkpoints(model: torch.nn.Module) -> None:
 def _agrees_with_other_workers(module: torch.nn.Module) -> bool:
     """If quantising takes the largest weight of all workers, all must do it at one point."""
     method = getattr(module, "quant_method", None)
-    split = isinstance(method, _ONLINE) and not isinstance(method, _ONLINE_WITHIN_A_SHARD)
-    return split and get_tensor_model_parallel_world_size() > 1
+    if isinstance(method, _ONLINE_WITHIN_A_SHARD):
+        return False
+    if isinstance(method, fp8.OnlineLinearBase):  # a scale per row needs no other worker's columns
+        return fp8._is_tp_sharded(module, reduces_output_dim=not isinstance(method, fp8.Fp8PtpcOnlineLinearMethod))
+    return isinstance(method, OnlineMoEMethodBase) and get_tensor_model_parallel_world_size() > 1
 
 
 def _places(model: torch.nn.Module) -> dict[str, list[Place]]:
