@@ -170,6 +170,8 @@ class Plan:
             longest = self.lengths.longest
             if not self.servers_elsewhere:
                 yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
+                if problem := self.server.update_problem(config):
+                    yield problem
             for field, served, spec in _served_teachers(config):
                 worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
                 # it scores a response only if its model could write one more token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from tepo_megatron.weights.layouts import VllmParallel, check_trainer_split
 from tepo_megatron.weights.reshard import reshard_traffic
 from tepo_megatron.weights.table import tensor_shapes
 
+_SPLIT_INPUTS = r"\.(o_proj|down_proj)\.weight$|\.experts\."  # per channel; vLLM quantises all parts of an expert at once
+
 _VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an assumption
 
 
@@ -30,6 +33,7 @@ class ServerMemory:
     weights: float
     draft: float  # 0 without a draft model, or if its shape is unknown
     workspace: float
+    waiting: float  # weights in full precision that wait, in an update, for scales over all workers
     kv_cache: float
     kv_bytes_per_token: float
     capacity: float
@@ -62,11 +66,24 @@ class ServerMemory:
             weights=weights,
             draft=draft,
             workspace=workspace,
+            waiting=b * _waiting_parameters(spec, server) / server.tp,
             kv_cache=kv_cache,
             kv_bytes_per_token=per_token,
             capacity=capacity,
             concurrency_longest=capacity // longest,
             concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
+        )
+
+    def update_problem(self, config: RunConfig) -> str | None:
+        server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
+        room = (1 - server.gpu_memory_utilization) * memory + self.workspace
+        if config.is_colocated or not config.engine.wants_gpus or self.waiting <= room:
+            return None  # colocated servers have no cache during an update
+        return (
+            f"a vLLM worker holds {self.waiting / GIB:.1f} GiB of weights in full precision until an update is there whole, as "
+            f"rollout.server.quantization = {server.quantization} compares those of all workers, and has {room / GIB:.1f} GiB "
+            "for them; choose fp8_per_block, raise rollout.server.tp, or lower rollout.server.gpu_memory_utilization by "
+            f"{math.ceil(100 * (self.waiting - room) / memory) / 100:g}"
         )
 
     @staticmethod
@@ -455,6 +472,13 @@ def _recomputed_flops(ranks: TrainingRanks, mean_length: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _linear_parameters(spec: ModelSpec) -> int:
+def _linear_parameters(spec: ModelSpec, pattern: str = "") -> int:
     shapes = tensor_shapes(spec)
-    return sum(math.prod(shapes[tensor]) for tensor in adapted_tensors(shapes, ["all-linear"]))
+    return sum(math.prod(shapes[name]) for name in adapted_tensors(shapes, ["all-linear"]) if re.search(pattern, name))
+
+
+def _waiting_parameters(spec: ModelSpec, server: ServerConfig) -> int:
+    # as the servers' ShardLoader has it
+    if server.tp == 1 or server.transfer == "gather" or server.quantization in ("none", "fp8_per_block"):
+        return 0
+    return _linear_parameters(spec, _SPLIT_INPUTS if server.quantization == "fp8_per_channel" else "")

@@ -166,6 +166,30 @@ def test_fp8_servers_hold_linear_layers_in_one_byte() -> None:
     assert half.time.generation < whole.time.generation
 
 
+@pytest.mark.parametrize(
+    ("quantization", "more", "waiting"),
+    [
+        ("fp8_per_channel", "tp=4", 80 * 8192 * (8192 + 28672)),  # o_proj and down_proj
+        ("fp8_per_tensor", "tp=4", 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)),
+        ("fp8_per_block", "tp=4", 0),
+        ("fp8_per_tensor", "transfer=gather", 0),
+    ],
+)
+def test_fp8_servers_need_room_for_what_waits_for_scales_over_all_workers(quantization: str, more: str, waiting: int) -> None:
+    def servers(*overrides: str) -> Plan:
+        given = (f"quantization={quantization}", more, "max_model_len=5120", *overrides)
+        return plan("rollout.uncorrected=true", *(f"rollout.server.{one}" for one in given), path=LLAMA)
+
+    assert servers().server.waiting == 2 * waiting / 4
+    full = servers("gpu_memory_utilization=0.95").problems
+    assert len(full) == (waiting > 0)
+    for problem in full:
+        assert f"holds {waiting / 2 / GIB:.1f} GiB of weights in full precision" in problem
+        less = float(problem.rpartition("gpu_memory_utilization by ")[2])
+        assert servers(f"gpu_memory_utilization={0.95 - less:.2f}").problems == ()
+        assert servers(f"gpu_memory_utilization={0.96 - less:.2f}").problems != ()
+
+
 # -- tepo train asks ---------------------------------------------------------------------------------------------------------
 
 ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
