@@ -283,7 +283,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
         tokenizer=config.rollout.sampling.needs_tokenizer,
     )
     entries, lives = [RegistryEntry(registry, index) for index in share], [""] * len(servers)
-    restarts, gone = 0, list(range(len(servers)))
+    restarts, gone, failure = 0, list(range(len(servers))), ""
     try:
         while not _is_certain((registry / _CLOSED).exists):
             for slot in gone:
@@ -293,8 +293,14 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
                 servers[slot].start(taken)
                 taken.add(servers[slot].port)
             for slot in gone:
+                try:
+                    servers[slot].wait_ready()
+                except RuntimeError as error:
+                    if not lives[slot]:
+                        raise  # what keeps a first start from success is there at the next
+                    failure = f" The last failed start: {error}".partition("\n")[0]
+                    continue  # the watch below finds it dead
                 lives[slot] = secrets.token_hex(8)
-                servers[slot].wait_ready()
                 entries[slot].register(servers[slot].url, lives[slot])
             time.sleep(_WATCH_INTERVAL_S)
             states = enumerate(zip(servers, entries, lives, strict=True))
@@ -302,7 +308,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
             restarts += len(gone)
             if restarts > server.max_restarts * len(servers):
                 logs = "\n".join(servers[slot].log_end() for slot in gone)
-                raise RuntimeError(f"the servers of this node died {restarts} times; none is started again.\n{logs}")
+                raise RuntimeError(f"the servers of this node died {restarts} times; none is started again.{failure}\n{logs}")
     finally:
         for one in servers:
             one.stop()

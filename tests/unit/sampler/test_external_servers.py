@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,37 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     assert now[0] != first[2]
     assert now[1] != first[3]
     assert not any(each.alive for each in made)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_replacement_that_does_not_come_up_is_one_more_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    servers = [FakeServer(log=tmp_path / "log", gpus=range(1)) for _ in range(2)]
+    monkeypatch.setattr(Server, "make_all", lambda *_, **__: servers)
+    seen: list[Any] = []
+
+    def wait_ready() -> None:
+        if servers[0].starts == 2 or (servers[0].starts > 2 and not works):
+            servers[0].alive = False
+            raise RuntimeError("it ended before it was ready.\nIts log")
+
+    def sleep(_: float) -> None:
+        seen.append((external.RegistryEntry(tmp_path, 0).registered(), *(server.starts for server in servers)))
+        if servers[0].starts == 1:
+            servers[0].alive = False
+        elif servers[0].starts == 3 and works:
+            (tmp_path / "closed").touch()
+
+    monkeypatch.setattr(servers[0], "wait_ready", wait_ready)
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    message = r"died 3 times; none is started again\. The last failed start: it ended before it was ready\.\n"
+    with nullcontext() if works else pytest.raises(RuntimeError, match=message):
+        external.serve_node(run_of(tmp_path, count=2, max_restarts=1), model_dir=Path("model"), node=0, nodes=1)
+    first, failed, last = seen
+    assert (first[1:], failed, last[1:]) == ((1, 1), (first[0], 2, 1), (3, 1))
+    assert (last[0] != first[0]) == works
+    assert bool(list(tmp_path.glob("failed-*"))) != works
 
 
 def test_a_node_outlives_a_disk_that_fails_for_a_moment_and_tells_the_trainer_of_another_error(
