@@ -55,7 +55,7 @@ Behaviour = Callable[["FaultyServer", list[Sample]], tuple[int, bytes] | None]
 class FaultyServer:
     """Draws the same tokens for the same prompt and seed as any other does. ``faults`` are the behaviours for the next requests
     for samples, after which it answers well; ``always`` is for all of them. ``hangs`` are routes that it never answers, and
-    ``refuses`` those that it answers with status 500, ``kills`` those that it dies of.
+    ``refuses`` those that it answers with status 500 and ``refusal``, ``kills`` those that it dies of.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class FaultyServer:
         self.after_start: Callable[[FaultyServer], object] = lambda server: None
         self.alive = False
         self.version = "default"
-        self.progress = ""
+        self.progress, self.refusal = "", "{}"
         self.released = threading.Event()
         self._lock = threading.Lock()
         self._open = ExitStack()
@@ -92,7 +92,7 @@ class FaultyServer:
             broken = 200, answer([choice([1], 0, "default")])[:20], {"Content-Length": "100000"}
             return self.sample(body) or broken
         said = (self.progress or json.dumps({"tokens": self.tokens})) if path == PROGRESS else "{}"
-        return 500 if path in self.refuses else 200, said.encode()
+        return (500, self.refusal.encode()) if path in self.refuses else (200, said.encode())
 
     def sample(self, body: dict[str, Any]) -> tuple[int, bytes] | None:
         with self._lock:

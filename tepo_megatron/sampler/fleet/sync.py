@@ -16,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
-from tepo_megatron.weights.transfer import full_tensors
+from tepo_megatron.weights.transfer import full_tensors, move
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import Rendezvous, listen
@@ -27,7 +27,7 @@ LOOK_S = 2.0
 
 
 class WeightSync:
-    """Raises only RuntimeErrors; ServerSilent if a server hangs."""
+    """Raises only RuntimeErrors; ServerFaults if another try may succeed."""
 
     _group: GlooGroup | ShardSender | None = None
 
@@ -94,7 +94,12 @@ class WeightSync:
         else:
             sender.broadcast_rendezvous()
         self._start_update()
-        self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
+        try:
+            self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
+        except ServerFault as error:
+            if sender.failed and not isinstance(error, ServerSilent):
+                raise RuntimeError(str(error)) from error  # another rank may be at fault, which no new servers mend
+            raise
         self._finish_update(version)
 
     def _start_update(self) -> None:
@@ -137,14 +142,17 @@ class WeightSync:
         # may wait for a trainer rank that waits for the one that failed, until this one leaves.
         self._close_group()
         wait(receiving, self._timeout_s)
-        raise self._failure(_causes(receiving) or str(failed or ""), receiving) from failed
+        causes = [request.exception() for request in receiving if _failed(request)]
+        repeats = causes and all(isinstance(cause, ServerFault) and move.NOT_AS_SENT not in str(cause) for cause in causes)
+        kind = ServerFault if repeats else RuntimeError
+        raise self._failure(_causes(receiving) or str(failed or ""), receiving, kind) from failed
 
-    def _failure(self, message: str, requests: Sequence[Future[None]]) -> RuntimeError:
+    def _failure(self, message: str, requests: Sequence[Future[None]], kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
         silent = [client.url for client, request in zip(self._clients, requests, strict=True) if not request.done()]
         if silent:
             message = f"{' and '.join(silent)} gave no answer, also when the others had left. {message}".rstrip()
         hangs = silent or any(isinstance(request.exception(), ServerSilent) for request in requests)
-        return ServerSilent(message) if hangs else RuntimeError(message)
+        return ServerSilent(message) if hangs else kind(message)
 
     def _finish_update(self, version: WeightsVersion) -> None:
         self._everywhere(lambda client: client.finish_weight_update(version))

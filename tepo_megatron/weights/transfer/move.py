@@ -24,6 +24,8 @@ from tepo_megatron.weights.transfer.transport import TransferGroup, TransportSpe
 
 _MAX_NAMED = 8
 
+NOT_AS_SENT = "did not arrive as they were sent"
+
 _Direction = Literal["sending", "receiving"]
 
 _LARGEST_MESSAGE = 64 * 2**20  # more would only delay what is packed or unpacked meanwhile
@@ -326,7 +328,7 @@ class _Exchange:
         if wrong:
             named = "; ".join(wrong[:_MAX_NAMED]) + (f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else "")
             raise RuntimeError(
-                f"{len(wrong)} tensors did not arrive as they were sent: {named}. "
+                f"{len(wrong)} tensors {NOT_AS_SENT}: {named}. "
                 "The bytes changed between the two ranks; check memory and network of their machines"
             )
         return sent

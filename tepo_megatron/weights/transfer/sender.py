@@ -55,7 +55,7 @@ class ShardSender:
         self._store: Store | None = None
         self._group: TransferGroup | None = None
         self._others_wait = False
-        self._failed = ""
+        self.failed = ""
 
     def open_rendezvous(self, host: str) -> str:
         """Rank 0 calls; returns the place for ``connect``."""
@@ -116,7 +116,7 @@ class ShardSender:
             self.close()
         self._broadcast_from_root(arrived if self._others_wait else None)
         self._others_wait = False
-        failed, self._failed = self._failed, ""
+        failed, self.failed = self.failed, ""
         return failed
 
     def update_as_non_root(self) -> None:
@@ -149,7 +149,7 @@ class ShardSender:
     def close(self) -> None:
         """Other ranks' pending messages and joins fail."""
         if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
-            self._failed = self._store.get(_FAILED).decode()  # before the store closes
+            self.failed = self._store.get(_FAILED).decode()  # before the store closes
         if self._group is not None:
             self._group.close()
         elif self._store is not None:

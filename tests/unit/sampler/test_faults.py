@@ -363,6 +363,7 @@ PAUSE, UPDATE, FINISH, RESET = "/pause?mode=keep", "/update_weights", "/finish_w
         # An engine whose worker is gone refuses for a moment, in which its server is healthy. Later the server holds the
         # request, and says to others that its engine is dead.
         ("", PAUSE, 3600.0, PAUSE),
+        ("", UPDATE, 3600.0, UPDATE),
         ("", FINISH, 3600.0, FINISH),
         (PAUSE, "/health", 3600.0, "/health: status 500"),
         (RESET, "/health", 3600.0, "/health: status 500"),

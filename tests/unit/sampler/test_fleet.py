@@ -391,11 +391,21 @@ def test_a_server_that_only_seemed_dead_sleeps_before_it_gets_weights(server: Fa
     assert served(server) == [WEIGHTS, *UPDATE]
 
 
-def test_the_error_says_which_other_rank_of_the_trainer_failed(server: FaultyServer, fleet: Fleet, sender: Any) -> None:
-    sender.failed = "The first other trainer rank to fail was rank 3: no room"
-    server.refuses = {"/update_weights"}
-    with pytest.raises(RuntimeError, match=r"(?s)weights 1 did not reach .*status 500.*\. The first .* was rank 3: no room"):
+@pytest.mark.parametrize(
+    ("failed", "refusal"),
+    [
+        ("The first other trainer rank to fail was rank 3: no room", "{}"),
+        ("", "the weight update failed in worker 0 of this server: 1 tensors did not arrive as they were sent: 'x'"),
+    ],
+)
+def test_the_error_says_what_failed_that_new_servers_would_not_mend(
+    failed: str, refusal: str, server: FaultyServer, fleet: Fleet, sender: Any
+) -> None:
+    sender.failed, server.refuses, server.refusal = failed, {"/update_weights"}, refusal
+    message = rf"(?s)weights 1 did not reach .*status 500: {refusal}" + (rf"\. {failed}" if failed else "")
+    with pytest.raises(RuntimeError, match=message) as caught:
         fleet.update_weights_from_shards(WeightsVersion(1), sender)
+    assert not isinstance(caught.value, ServerDied)
     assert server.calls[-1] == "arrived: False"
 
 
