@@ -268,6 +268,28 @@ def test_experts_that_vllm_has_padded_are_refused_with_what_to_set() -> None:
         ShardLoader(model, {})
 
 
+def test_a_worker_joins_the_trainer_without_nccl_settings_that_only_vllm_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.utils import nccl
+
+    from tepo_megatron.sampler.vllm.plugin import engine
+    from tepo_megatron.weights.transfer.sender import ReceiveOrder
+
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setenv("NCCL_NO_CACHE", "")
+    monkeypatch.setattr(nccl, "_unpinned_env", None)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple"})  # as with VLLM_BATCH_INVARIANT=1
+    seen: list[str] = []
+    order = ReceiveOrder([], "bfloat16", 1)
+    monkeypatch.setattr(engine, "connect", lambda *_: SimpleNamespace(get=lambda _: order.encode()))
+    monkeypatch.setattr(engine, "join", lambda *_, **__: seen.append(os.environ["NCCL_PROTO"]))
+    worker: Any = engine.TransferEngine.__new__(engine.TransferEngine)
+    worker.model, worker.parallel_config, worker.device = torch.nn.Module(), SimpleNamespace(rank=0), torch.device("cpu")
+    worker.init_transfer_engine(engine._InitInfo("127.0.0.1", "", rank_offset=1, world_size=2, timeout_s=1.0, sharded=True))
+    assert (seen, os.environ["NCCL_PROTO"]) == (["LL"], "Simple")
+
+
 def test_a_worker_on_a_cpu_sleeps_between_looks_for_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A spinning worker takes a core from the trainer."""
     pytest.importorskip("vllm")

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
+from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.worker.worker_base import WorkerBase
 
 from tepo_megatron.sampler.vllm.plugin.patches import hold_adapters
@@ -80,7 +81,8 @@ class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ign
             self._loader = ShardLoader(self.model, order.incoming)
             name = f"worker {self.parallel_config.rank} of a rollout server (rank {rank} of the group)"
             member = Member(rank, init_info.world_size, self.device, address, name, writers=order.writers)
-            self._group = join(order.transport, store, member, init_info.timeout_s, or_gloo=order.or_gloo)
+            with unpinned_nccl_env():  # trainer ranks have none of the settings that vLLM pins for batch invariance
+                self._group = join(order.transport, store, member, init_info.timeout_s, or_gloo=order.or_gloo)
         else:
             self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
 
