@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from queue import Empty, SimpleQueue
 from typing import Unpack
 
@@ -103,6 +103,11 @@ class FleetStream:
         return len(self._ready) + sum(len(request.samples) for request in (*self._waiting, *self._sent.values()))
 
     @property
+    def _is_unfinished(self) -> bool:
+        requests = chain(self._sent.values(), self._waiting)
+        return bool(self._ready) or any(request.samples for request in requests)  # asked per response: counting takes longer
+
+    @property
     def weights_version(self) -> WeightsVersion:
         return self.pool.versions(self.pool.published)[-1]
 
@@ -129,14 +134,14 @@ class FleetStream:
         self._homes.pop(home, None)
 
     def __iter__(self) -> Iterator[KeyedResponse]:
-        while self.unfinished:
+        while self._is_unfinished:
             if (result := self.next(None)) is not None:
                 yield result
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self._ready and self.unfinished:
+            while not self._ready and self._is_unfinished:
                 look_s = min((lane.watch.interval_s for lane in self._lanes.values()), default=1.0)
                 with suppress(Empty):
                     self._settle(self._events.get(timeout=max(0.0, min(look_s, deadline - time.monotonic()))))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.sampler.sampling import Sampling, prompt_seed
+from tepo_megatron.sampler.sampling import Sample, Sampling, prompt_seed
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, Sender, answer, answer_well, draw_group, fleet_of
@@ -55,6 +56,29 @@ def test_samples_asked_for_while_others_come_are_those_of_one_call(servers: list
             stream.submit("again", prompts[1], prompt_seed(3, 1), 2, only=[1])
             assert stream.next(None) == ("again", 1, expected[1][1])
         assert [[found[at, index] for index in range(2)] for at in range(4)] == expected
+
+
+class Counted(dict[int, Sample]):
+    asked = 0
+
+    def __len__(self) -> int:
+        Counted.asked += 1
+        return super().__len__()
+
+
+def test_a_response_costs_no_look_at_all_requests_that_wait(server: FaultyServer, tmp_path: Path) -> None:
+    server.hangs = {SAMPLES}
+    with fleet_of([server], tmp_path, max_num_seqs=1) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        for key in range(1000):
+            stream.submit(key, (1, 2), 7)
+        for request in stream._waiting:
+            request.samples = Counted(request.samples)
+        for _ in range(100):
+            assert stream.next(0.0) is None
+        stream._ready.extend((key, 0, Response((1,), (-0.5,), "stop", WeightsVersion(0))) for key in range(100))
+        assert [key for key, _, _ in islice(stream, 100)] == [*range(100)]
+        assert 0 < Counted.asked <= 1000
+        assert stream.unfinished == 1000
 
 
 def test_a_server_that_has_its_share_gets_no_more_until_it_has_room(servers: list[FaultyServer], tmp_path: Path) -> None:
