@@ -41,7 +41,7 @@ FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
 _KILLS, _HANGS, _RESTARTS = run_faults.LIVE
 _LIVE = (_KILLS, *record_faults.LIVE, _HANGS, _RESTARTS, *run_faults.SERVED, *strangers.FAULTS)
-_REPLAYED = (*stop_faults.FAULTS, *record_faults.REPLAYED, *run_faults.REPLAYED, *machine_faults.FAULTS)
+_REPLAYED = (*stop_faults.FAULTS, *record_faults.REPLAYED, *machine_faults.FAULTS)
 CLASSES: Mapping[str, type[FaultClass]] = {
     kind.name: kind for kind in (*input_faults.FAULTS, *borders.FAULTS, *_REPLAYED, *silent.FAULTS, *_LIVE)
 }

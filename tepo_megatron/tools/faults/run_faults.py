@@ -1,21 +1,19 @@
-"""Faults of whole runs: signals, a full disk, a damaged checkpoint."""
+"""Signals to the processes of whole runs."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.tools.faults.processes import signal_all, wait_gone
-from tepo_megatron.tools.faults.workshop import SAVED, FaultClass, FaultOutcome, LiveRun, differences
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, LiveRun, differences
 
 _WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Longest delays from a phase's start to the fault."""
@@ -129,77 +127,5 @@ class _Hangs(_LiveFaults):
     whole, quick = len(cases), 1
 
 
-_Damage = Callable[[Path, random.Random], bytes | None]  # of the file: its new content, or None to remove it
-
-
-def _values(data: bytes) -> int:
-    return 8 + int.from_bytes(data[:8], "little")
-
-
-def _overwrite(place: Callable[[bytes, random.Random], tuple[int, bytes]]) -> _Damage:
-    def damage(path: Path, rng: random.Random) -> bytes:
-        data = path.read_bytes()
-        index, new = place(data, rng)
-        return data[:index] + new + data[index + len(new) :]
-
-    return damage
-
-
-def _flip_a_bit(data: bytes, rng: random.Random) -> tuple[int, bytes]:
-    index = rng.randrange(_values(data), len(data))
-    return index, bytes([data[index] ^ 1 << rng.randrange(8)])
-
-
-def _cut_off(path: Path, rng: random.Random) -> bytes:
-    data = path.read_bytes()
-    return data[: rng.randrange(1, len(data) - 2)]
-
-
-def _on_state(change: Callable[[dict[str, Any]], object]) -> _Damage:
-    def damage(path: Path, rng: random.Random) -> bytes:
-        state = json.loads(path.read_text())
-        change(state)
-        return json.dumps(state, indent=2).encode() + b"\n"
-
-    return damage
-
-
-DAMAGES: dict[str, _Damage] = {
-    "one bit of a shard flipped": _overwrite(_flip_a_bit),
-    "state.json names another step": _on_state(lambda state: state.update(step=SAVED - 1)),
-    "a shard of the step before": lambda path, rng: (
-        path.parents[2] / f"step_{SAVED - 1:06d}" / "shards" / path.name
-    ).read_bytes(),
-    "state.json cut off": _cut_off,
-    "a block of a shard zeroed": _overwrite(lambda data, rng: (rng.randrange(_values(data), len(data) - 4096), bytes(4096))),
-    "all data of a shard zeroed": _overwrite(lambda data, rng: (_values(data), bytes(len(data) - _values(data)))),
-    "a shard cut off": _cut_off,
-    "a shard missing": lambda path, rng: None,
-    "the header of a shard overwritten": _overwrite(
-        lambda data, rng: (rng.randrange(8, _values(data) - 16), rng.randbytes(16))
-    ),
-    "state.json counts other updates": _on_state(lambda state: state.update(updates=state["updates"] + 7)),
-    "state.json lacks a key": _on_state(lambda state: state.pop("updates")),
-    "state.json missing": lambda path, rng: None,
-}
-
-
-class _CheckpointDamage(FaultClass):
-    name = "damage"
-    title = "damage to the newest checkpoint, then --resume"
-    whole, quick = len(DAMAGES), 2
-
-    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
-        base, folder = self.workshop.undisturbed(), self.new_folder(number)
-        shutil.copytree(base / "saved", folder)
-        pattern = "state.json" if "state.json" in name else "shards/*.safetensors"
-        path = min((folder / "out/checkpoints" / f"step_{SAVED:06d}").glob(pattern))
-        content = damage(path, rng)
-        path.unlink() if content is None else path.write_bytes(content)
-        return self.resume(name, folder, base / "rollouts", told="step_")
-
-
 LIVE: tuple[type[_LiveFaults], ...] = (_Kills, _Hangs, _Restarts)
 SERVED: tuple[type[FaultClass], ...] = (_TeacherKills,)
-REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage,)

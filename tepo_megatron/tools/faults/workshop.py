@@ -396,24 +396,6 @@ class FaultClass(ABC):
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def resume(
-        self, name: str, folder: Path, rollouts: Path, *overrides: str, told: str, may_lack: bool = False
-    ) -> FaultOutcome:
-        """Reports the first line with ``told``; with it and ``may_lack``, rows of metrics may be missing."""
-        start = time.monotonic()
-        result = replay(folder, rollouts, STEPS, *overrides, resume=True)
-        seconds = time.monotonic() - start
-        if result.has_traceback:
-            return FaultOutcome(name, "lost", f"a traceback: {result.said}")
-        if result.code:
-            return FaultOutcome(name, "refused", result.said)
-        messages = [line.strip()[:300] for line in result.printed.splitlines() if told in line]
-        reference = self.workshop.undisturbed() / "whole/out"
-        if wrong := differences(folder / "out", reference, lacking=may_lack and bool(messages)):
-            return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
-        shutil.rmtree(folder, ignore_errors=True)
-        return FaultOutcome(name, "survived", messages[0] if messages else "", seconds)
-
     def outcome_of(self, name: str, folder: Path, base: Path, steps: int, end: RunEnd, start: float) -> FaultOutcome:
         """Resumes a run that failed, without the fault."""
         if end.has_traceback:
