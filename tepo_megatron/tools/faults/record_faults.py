@@ -121,7 +121,7 @@ class _EditedRun(FaultClass):
         shutil.copytree(base / "saved", folder)
         rollouts = shutil.copytree(base / "rollouts", folder / "rollouts")
         name, (pattern, edit) = list(self.edits.items())[number]
-        for path in sorted(folder.glob(pattern)):
+        for path in sorted(folder.glob(pattern)) or [folder / pattern]:  # a run that ended has no run.lock
             path.unlink() if edit is None else path.write_bytes(edit(path, rng))
         start = time.monotonic()
         result = replay(folder, rollouts, STEPS, "train.allow_change=[rollout.replay]", resume=True)

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tools.faults import input_faults, run, stop_faults, strangers, workshop
+from tepo_megatron.tools.faults import input_faults, record_faults, run, stop_faults, strangers, workshop
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, listening, wait_until
 from tepo_megatron.tools.faults.run_faults import LIVE, PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
@@ -237,6 +237,37 @@ def test_a_terminal_has_keys_and_can_be_closed(
     outcome = faults.inject(list(stop_faults.STOPS).index(fault), random.Random(0))
     assert outcome.said.startswith(said)
     assert outcome.result == ("survived" if does == "saves" else "lost")
+
+
+@pytest.mark.parametrize("name", ["records", "damage"])
+def test_each_edit_changes_the_files_of_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def content(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    lines = b"".join(b'{"step": 3, "updates": %d}\n' % number for number in range(3))
+    shard = (100).to_bytes(8, "little") + bytes(range(256)) * 20
+    newest, before = "out/checkpoints/step_000003", "out/checkpoints/step_000002"
+    sound = dict.fromkeys(("rollouts/step_0000003.jsonl", "out/metrics.jsonl", "out/resolved.yaml", "out/status/a"), lines)
+    sound |= {
+        f"{newest}/state.json": lines[: len(lines) // 3],
+        f"{newest}/shards/a.safetensors": shard,
+        f"{before}/shards/a.safetensors": b"2",
+    }
+    for file, data in sound.items():
+        path = tmp_path / ("" if file.startswith("rollouts") else "saved") / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    edited: list[dict[str, bytes]] = []
+
+    def replay(folder: Path, *_: object, **__: object) -> RunEnd:
+        edited.append(content(folder))
+        return RunEnd(1, "")
+
+    monkeypatch.setattr(record_faults, "replay", replay)
+    faults = run.CLASSES[name](cast(Any, SimpleNamespace(folder=tmp_path / "faults", undisturbed=lambda: tmp_path)))
+    assert [faults.inject(number, random.Random(0)).result for number in range(faults.whole)] == ["refused"] * faults.whole
+    assert len(edited) == faults.whole
+    assert sound not in edited
 
 
 LATE = RewardResult(None, error=f"problem 'wrong': {input_faults.TOOK_TOO_LONG}")
