@@ -22,6 +22,7 @@ from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_
 from tepo_megatron.core.scores.shard import all_gather
 from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 from tepo_megatron.errors import NotFiniteError
+from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.parallel.batch import Share
@@ -153,6 +154,8 @@ class Forward:
             routed = self.routers.forward_pass(share, train=train)
         with routed:
             output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
+        if self.engine.fp8.enabled and not train:
+            fp8.empty_recompute_queues()
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +33,7 @@ from tepo_megatron.config import EngineConfig, Fp8Config, LoraConfig, ModelConfi
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import RUN_CHECKS
 from tepo_megatron.trainer.megatron import gpu as packages
+from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import attention_cpu, fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
@@ -199,6 +202,21 @@ def test_every_rank_gets_tokens_that_suit_fp8(recipe: str, tp: int, split: bool)
     assert on_a_rank % {"blockwise": 128, "mxfp8": 32}.get(recipe, 16) == 0
     without = EngineConfig.model_validate({"parallel": parallel}).token_multiple
     assert without == (tp if parallel["sequence_parallel"] else 1)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_scoring_leaves_nothing_to_recompute(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's checkpoints queue in every forward pass, and the queues are emptied by backward passes alone."""
+    firsts, scales = [True], deque([[torch.ones(3), torch.ones(1)]])
+    stand_ins: Any = {name: ModuleType(name) for name in ("distributed", "fp8")}
+    stand_ins["distributed"].activation_recompute_forward = SimpleNamespace(_is_first_fp8_module=firsts)
+    stand_ins["fp8"].FP8GlobalStateManager = SimpleNamespace(fp8_tensors_recompute_buffer=[scales])
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
+    engine = EngineConfig(fp8=Fp8Config(recipe="delayed"))
+    forward: Any = SimpleNamespace(engine=engine, on_progress=lambda: None, routers=None)
+    Forward._step(forward, (0, mock.MagicMock()), mock.MagicMock(), mock.MagicMock(), train=train)
+    assert (len(firsts), len(scales)) == ((1, 1) if train else (0, 0))
 
 
 seeds = st.integers(0, 2**31)
