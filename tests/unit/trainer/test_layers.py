@@ -349,11 +349,14 @@ def test_no_merged_weight_waits_for_the_backward_pass() -> None:
 
 
 class SavesTwice(torch.autograd.Function):
-    """Transformer Engine's linears save the weight as it is and as it is multiplied with: without FP8 the same."""
+    """Transformer Engine's linears save the weight as it is and as it is multiplied with: without FP8 the same.
+
+    The one with a norm also has it as an attribute, which no backward pass reads.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, recalled: list[StorageWeakRef]) -> Tensor:
-        ctx.recalled = recalled
+        ctx.recalled, ctx.weight = recalled, weight
         ctx.save_for_backward(inputs, weight, weight)
         return inputs @ weight.t()
 
@@ -384,6 +387,7 @@ def test_a_weight_that_is_saved_twice_is_merged_once_a_backward_pass(monkeypatch
     for made in adapters:
         made.register_forward_hook(lambda module, *_: merges.append(module))
     value = loss(layers)
+    assert [layer.used[-1]() for layer in layers] == [None] * 3
     for _ in range(2):
         merges.clear()
         found = torch.autograd.grad(value, params, retain_graph=True)

@@ -224,12 +224,22 @@ def _with_merged_weights(
         module._parameters.update(merged)
         try:
             with torch.autograd.graph.saved_tensors_hooks(_forgets(merged, frozen, adapters), _recall):
-                return plain(*args, **kwargs)
+                result = plain(*args, **kwargs)
+            _release(result, merged)
+            return result
         finally:
             module._parameters.update(frozen)
             merged.clear()  # the hook would keep it
 
     return forward
+
+
+def _release(result: Any, merged: Mapping[str, Tensor]) -> None:
+    # Transformer Engine's LayerNormLinear also has the weight as ``ctx.weight``; in 2.9 to 2.11 its backward never reads that.
+    node: Any = getattr(result[0] if isinstance(result, tuple) else result, "grad_fn", None)
+    weight = getattr(node, "weight", None)
+    if any(weight is value for value in merged.values()):
+        node.weight = None
 
 
 def _forgets(
