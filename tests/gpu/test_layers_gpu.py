@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
+from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
 from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
@@ -133,6 +135,21 @@ def test_two_gpus_compute_what_one_does(options: dict[str, Any], model: Path, tm
     assert torch.equal(first["logprobs"], second["logprobs"])
     assert (first["logprobs"] - bfloat16["logprobs"])[bfloat16["mask"]].abs().mean() < 0.02
     assert first["grad_norms"][0] == pytest.approx(bfloat16["grad_norms"][0], rel=0.05)
+
+
+def test_a_resumed_fused_adam_goes_on_as_on_a_cpu() -> None:
+    """torch's, which the weights' part on the GPU gets without Transformer Engine and apex if others are on the host."""
+    results = []
+    for device in ("cpu", "cuda"):
+        param = torch.nn.Parameter(torch.zeros(3, device=device))
+        wrapped = object.__new__(FP32Optimizer)
+        wrapped.optimizer = torch.optim.AdamW([param], fused=True)
+        values = {state: torch.full((3,), float(number)) for number, state in enumerate(STATES, 1)}
+        OptimizerStates(wrapped).restore(param, values, updates=4)
+        param.grad = torch.ones_like(param)
+        wrapped.optimizer.step()
+        results.append(param.detach().cpu())
+    torch.testing.assert_close(*results)
 
 
 def test_the_capability_is_known_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:

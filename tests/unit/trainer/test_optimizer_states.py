@@ -168,6 +168,16 @@ def test_a_resumed_fused_adam_counts_on(updates: int) -> None:
     assert set(wrapped.optimizer.state[param]) == {"exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_adam_finds_its_count_where_it_reads_it(fused: bool) -> None:
+    """The fused one on the device of the states: what is on the host would be a wrong address there."""
+    param = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    wrapped = object.__new__(FP32Optimizer)
+    wrapped.optimizer = torch.optim.AdamW([param], fused=fused)
+    OptimizerStates(wrapped).restore(param, {state: torch.ones(3) for state in STATES}, updates=4)
+    assert wrapped.optimizer.state[param]["step"].device.type == ("meta" if fused else "cpu")
+
+
 def test_a_master_is_set_where_it_is_held() -> None:
     param = torch.nn.Parameter(torch.zeros(2, 3))
     wrapped = object.__new__(FP32Optimizer)

@@ -139,7 +139,8 @@ def _write(adam: Any, held: Tensor, values: Mapping[str, Tensor], *, updates: in
             weight.copy_(local["master"])
     moments: dict[str, Any] = {state: local[state].clone() for state in STATES[1:]}
     if _counts_per_tensor(adam):
-        moments["step"] = torch.tensor(float(updates))
+        fused = adam.param_groups[0].get("fused")  # its kernel reads the count on the device
+        moments["step"] = torch.tensor(float(updates), device=held.device if fused else "cpu")
     adam.state[held] = moments
 
 
