@@ -66,7 +66,7 @@ class Engine:
         self.platform = select_platform(config.engine)
         self.config = config = config.with_dtype(config.dtype(self.platform.kind == "cuda"))
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
-        self.layers = Layers.choose(config.engine, self.platform)
+        self.layers = Layers.choose(config.engine, self.platform, config.model.dtype)
         specs = {name: read_model_spec(folder) for name, folder in teachers.items()}
         check_config(config, self.spec, on_gpu=self.platform.kind == "cuda", teachers=specs)
         timeout = collective_timeout(config)

@@ -153,24 +153,35 @@ def test_layers_are_chosen_by_config_and_never_by_accident(
     config = EngineConfig.model_validate(engine_section)
     taken = expected in ("te", "local")
     with contextlib.nullcontext() if taken else pytest.raises((ValueError, RuntimeError), match=expected):
-        assert model.Layers.choose(config, platform).kind == expected
+        assert model.Layers.choose(config, platform, "bfloat16").kind == expected
 
 
-@pytest.mark.parametrize(("capability", "flash_attn"), [((8, 0), False), ((8, 0), True), ((9, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "dtype", "remedy"),
+    [
+        ((8, 0), False, "bfloat16", "install flash-attn"),
+        ((8, 0), True, "bfloat16", None),
+        ((9, 0), False, "bfloat16", None),
+        ((10, 0), False, "bfloat16", None),
+        ((12, 0), False, "bfloat16", "install flash-attn"),
+        ((12, 0), True, "bfloat16", None),
+        ((9, 0), True, "float32", "set model.dtype = bfloat16"),
+    ],
+)
 def test_attention_that_holds_all_scores_is_warned_of(
-    capability: tuple[int, int], flash_attn: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], flash_attn: bool, dtype: str, remedy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformer Engine's cuDNN attention takes packed sequences from compute capability 9.0."""
-    warns = capability < (9, 0) and not flash_attn
+    """Transformer Engine's cuDNN attention takes packed sequences from compute capability 9.0, but not on 12.0."""
+    warns = remedy is not None
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     module = ModuleType("flash_attn")
     module.__spec__ = ImportSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", module if flash_attn else None)
-    with pytest.warns(UserWarning, match="install flash-attn") if warns else contextlib.nullcontext():
-        assert model.Layers.choose(EngineConfig(), CUDA).kind == "te"
-    with pytest.raises(ValueError, match=r"or set engine\.parallel\.cp to 1") if warns else contextlib.nullcontext():
-        model.Layers.choose(EngineConfig(parallel=ParallelConfig(cp=2)), CUDA)
+    with pytest.warns(UserWarning, match=f"; {remedy} for long") if warns else contextlib.nullcontext():
+        assert model.Layers.choose(EngineConfig(), CUDA, dtype).kind == "te"
+    with pytest.raises(ValueError, match=f"; {remedy}, or set engine.parallel.cp to 1") if warns else contextlib.nullcontext():
+        model.Layers.choose(EngineConfig(parallel=ParallelConfig(cp=2)), CUDA, dtype)
 
 
 @pytest.mark.parametrize(("te", "fits"), [("2.9.0", False), ("2.10.0", True), (None, True)])
@@ -179,7 +190,7 @@ def test_a2a_with_an_old_transformer_engine_is_refused(te: str | None, fits: boo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(Packages, "installed", lambda: Packages(te=te))
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"2\.10 or newer, and 2\.9\.0 is installed"):
-        model.Layers.choose(EngineConfig(parallel=ParallelConfig.model_validate(A2A)), CUDA)
+        model.Layers.choose(EngineConfig(parallel=ParallelConfig.model_validate(A2A)), CUDA, "bfloat16")
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ class Layers:
         }
 
     @classmethod
-    def choose(cls, config: EngineConfig, platform: Platform) -> Layers:
+    def choose(cls, config: EngineConfig, platform: Platform, dtype: str) -> Layers:
         """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for an unsuitable GPU."""
         if platform.kind == "cpu":
             for fault in config.model_copy(update={"platform": "cpu"})._faults():
@@ -236,22 +236,34 @@ class Layers:
                 "engine.parallel.cp_comm_type = a2a exchanges packed sequences with Transformer Engine 2.10 or newer, and "
                 f"{packages.te} is installed; upgrade it, or leave the field out"
             )
-        if capability < (9, 0) and importlib.util.find_spec("flash_attn") is None:
-            if config.parallel.cp > 1:
-                raise ValueError(
-                    f"engine.parallel.cp = {config.parallel.cp} needs flash-attn on a GPU of compute capability "
-                    f"{capability[0]}.{capability[1]}, and it is not installed; install it, or set engine.parallel.cp to 1"
-                )
-            warnings.warn(
-                f"this GPU has compute capability {capability[0]}.{capability[1]}: Transformer Engine takes cuDNN's attention "
-                "for packed sequences from 9.0, and flash-attn is not installed, so that the attention of a sequence of T "
-                "tokens holds T × T scores; install flash-attn for long responses",
-                stacklevel=2,
-            )
+        _check_attention(dtype, capability, cp=config.parallel.cp)
         return cls("te", packages)
 
 
 LOCAL = Layers("local")
+
+
+def _check_attention(dtype: str, capability: tuple[int, int], *, cp: int) -> None:
+    """Transformer Engine's choice for packed sequences, as 2.9 to 2.11 make it."""
+    cudnn = capability >= (9, 0) and capability != (12, 0)
+    if dtype == "float32":
+        reason, remedy = "no kernel of Transformer Engine takes packed sequences in float32", "set model.dtype = bfloat16"
+    elif not cudnn and importlib.util.find_spec("flash_attn") is None:
+        reason = (
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, Transformer Engine takes cuDNN's attention for "
+            "packed sequences from 9.0, except on 12.0, and flash-attn is not installed"
+        )
+        remedy = "install flash-attn"
+    else:
+        return
+    if cp > 1:
+        raise ValueError(
+            f"engine.parallel.cp = {cp} needs another attention: {reason}; {remedy}, or set engine.parallel.cp to 1"
+        )
+    warnings.warn(
+        f"{reason}, so that the attention of a sequence of T tokens holds T × T scores; {remedy} for long responses",
+        stacklevel=3,
+    )
 
 
 def _import_problem() -> str | None:
