@@ -179,7 +179,7 @@ class Forward:
             "temperature": self.temperature,
             "vocab_size": self.spec.vocab_size,
             "entropy_slope": train and self.entropy_slope,
-            "kept_TK": share.kept_tK,
+            "kept_TK": None if share.kept_tK is None else share.kept_tK.to(output.device, non_blocking=True),
             "checks": Checks(),
             "backend": self.engine.score_backend,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, SamplingMask, Weights
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.megatron import forward
 from tepo_megatron.trainer.megatron.parallel.batch import Share, broadcast
 from tepo_megatron.trainer.megatron.parallel.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.parallel.platform import Ranks
@@ -199,6 +201,18 @@ def test_only_micro_batches_have_their_top_tokens_on_the_device() -> None:
         assert [values.device.type for values in (batch.top_ids_TK, batch.top_logprobs_TK)] == [kind] * 2
     assert share.top_ids_tK is not None
     assert share.tokens_t.device == share.top_ids_tK.device == device
+
+
+def test_sampling_masks_come_to_the_device_with_their_micro_batchs_scores() -> None:
+    """Padded, those of a mini-batch are gigabytes."""
+    device = torch.device("meta")
+    share = Share.cut(broadcast(pack([rollout([5], [7, 8])]), device), [3], 3, ONE_RANK)
+    assert share.kept_tK is not None
+    assert share.kept_tK.device.type == "cpu"
+    with mock.patch.object(forward, "logprob_and_entropy") as scores:
+        part = forward._Part(share, [share.mask_t], [2], ())
+        forward.Forward._local_scores(mock.MagicMock(), torch.zeros(3, 9, device=device), None, part, train=False)
+    assert scores.call_args.kwargs["kept_TK"].device == device
 
 
 def test_top_tokens_of_a_part_of_the_step_or_of_another_k_are_refused() -> None:

@@ -97,7 +97,7 @@ class Share:
     teacher_t: Tensor | None = None
     top_ids_tK: Tensor | None = None
     top_logprobs_tK: Tensor | None = None
-    kept_tK: Tensor | None = None  # int32: tokens that could have been drawn, −1 if fewer than K. None: all
+    kept_tK: Tensor | None = None  # int32, on the host: tokens that could have been drawn, −1 if fewer than K. None: all
 
     @classmethod
     def cut(cls, micro: Batch, lengths: Sequence[int], num_tokens: int, ranks: Ranks) -> Share:
@@ -140,7 +140,7 @@ class Share:
             top_ids_tK=None if micro.top_ids_TK is None else micro.top_ids_TK[source_t],
             top_logprobs_tK=None if micro.top_logprobs_TK is None else micro.top_logprobs_TK[source_t],
             chosen_tLk=chosen_tLk,
-            kept_tK=None if mask is None else there(mask.padded()),
+            kept_tK=None if mask is None else torch.from_numpy(mask.padded()),
         )
 
     @staticmethod
