@@ -45,9 +45,7 @@ def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[
     Only the first update's gradient is comparable: which tokens the clip leaves to the next two is rounding (their norms differ
     tenfold between fp32 and bf16 on a CPU).
     """
-    dist.destroy_process_group()
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
+    join_over_nccl(rank, world, folder)
     config = {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "engine": {"platform": "cuda", "micro_batch_tokens": 300, **engine_section},
@@ -68,6 +66,12 @@ def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[
         "exported": exported,
         "queued": queued(),
     }
+
+
+def join_over_nccl(rank: int, world: int, folder: Path) -> None:
+    dist.destroy_process_group()
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
 
 
 def queued() -> int:
@@ -135,6 +139,24 @@ def test_two_gpus_compute_what_one_does(options: dict[str, Any], model: Path, tm
     assert torch.equal(first["logprobs"], second["logprobs"])
     assert (first["logprobs"] - bfloat16["logprobs"])[bfloat16["mask"]].abs().mean() < 0.02
     assert first["grad_norms"][0] == pytest.approx(bfloat16["grad_norms"][0], rel=0.05)
+
+
+def states_of_a_teacher(rank: int, world: int, model: Path, folder: Path) -> list[tuple[str, bool]]:
+    join_over_nccl(rank, world, folder)
+    config = {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "engine": {"platform": "cuda", "micro_batch_tokens": 300},
+        "objective": {"distill": {"of": "all", "divergence": "jsd"}},
+        "teachers": {"same": {"path": str(model), "place": "ranks"}},
+    }
+    engine = make_engine(config, teachers={"same": model})
+    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS)))
+    return [(states.device.type, states.is_pinned()) for of_micro in batch.teacher_states for states in of_micro]
+
+
+def test_a_teachers_states_are_in_pageable_host_memory(model: Path, tmp_path: Path) -> None:
+    (found,) = run_dist(1, states_of_a_teacher, model, tmp_path)
+    assert set(found) == {("cpu", False)}
 
 
 def test_a_resumed_fused_adam_goes_on_as_on_a_cpu() -> None:

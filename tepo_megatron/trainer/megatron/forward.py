@@ -76,7 +76,7 @@ class Forward:
     routers: Routers | None
     teacher_heads: Sequence[Tensor] = ()  # [V/tp, G], on the last stage
     divergence: Divergence | None = None  # of training: from ``Batch.teacher_states``, or a served teacher's top k
-    keeps_outputs: bool = False  # as "output", in host memory
+    keep_output: Callable[[Tensor], Tensor] | None = None  # copies it to host memory
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         parts = partition(
@@ -165,8 +165,8 @@ class Forward:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (update.py)
             values = {**values, "checks": scores.checks}
-            if self.keeps_outputs:
-                values["output"] = output.squeeze(0).to("cpu", non_blocking=True)
+            if self.keep_output is not None:
+                values["output"] = self.keep_output(output.squeeze(0))
             return value, torch.zeros((), dtype=torch.int, device=value.device), values
 
         return output, reduce
@@ -214,7 +214,7 @@ class Forward:
     def score_parts(
         self, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: MicroBatches
     ) -> tuple[TokenScores, list[Tensor]]:
-        """As ``score``, with the outputs of ``keeps_outputs``."""
+        """As ``score``, with what ``keep_output`` made of the outputs."""
 
         def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
             return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
@@ -232,7 +232,7 @@ class Forward:
         offsets = batch.cu_seqlens.tolist()
         places = [batch.token_index(sequences, offsets) for sequences in micro_batches]
         scores = TokenScores(*self.on_every_rank(places, [micro["scores"] for micro in results], (2, batch.num_tokens)))
-        return scores, [micro["output"] for micro in results if self.keeps_outputs]
+        return scores, [micro["output"] for micro in results if self.keep_output is not None]
 
     def measure_noise(self, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
         """Returns `noise_quantiles` of a few sequences in the same micro-batches before and after `rerounded`.

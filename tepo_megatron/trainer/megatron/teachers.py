@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tepo_megatron.core.types import Batch, Divergence
 from tepo_megatron.trainer.megatron.forward import Forward, MicroBatches
 from tepo_megatron.trainer.megatron.model.model import Layers, fused_head
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder
-from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages, drop_fp8_copies
+from tepo_megatron.trainer.megatron.policy.offload import HostCopies, OffloadedStorages, drop_fp8_copies
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import check_trainer_split
 
@@ -28,7 +28,15 @@ class _Teacher:
     layers: OffloadedStorages  # all but the head, which updates use
 
     @classmethod
-    def build(cls, config: RunConfig, folder: Path, forward: Forward, layers: Layers, *, keeps_states: bool) -> _Teacher:
+    def build(
+        cls,
+        config: RunConfig,
+        folder: Path,
+        forward: Forward,
+        layers: Layers,
+        *,
+        keep_output: Callable[[Tensor], Tensor] | None,
+    ) -> _Teacher:
         """Every rank calls. Raises ValueError for another model than ``check_config`` accepts."""
         spec = read_model_spec(folder)
         settings = {"parallel": config.engine.parallel.even, "head": "fused", "recompute": "none"}
@@ -39,9 +47,7 @@ class _Teacher:
         split = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=layers.kind == "te")
         layouts = split.layouts(spec)
         chunks = PolicyBuilder(config, spec, folder, forward.platform, layers, forward.ranks, layouts).reference()
-        forward = replace(
-            forward, engine=config.engine, spec=spec, entropy_slope=False, routers=None, keeps_outputs=keeps_states
-        )
+        forward = replace(forward, engine=config.engine, spec=spec, entropy_slope=False, routers=None, keep_output=keep_output)
         teacher = cls(chunks, forward, OffloadedStorages(forward.platform.device, frozen=True))
         teacher.offload()
         return teacher
@@ -78,9 +84,12 @@ class Teachers:
         self.numbers = {name: number for number, name in enumerate(config.teachers)}
         distill = config.objective.distill
         self.divergence = self.divergence_of(distill) if distill is not None and distill.of == "all" else None
-        keeps = self.divergence is not None
+        keep = None
+        if self.divergence is not None:
+            device = forward.platform.device
+            keep = HostCopies(device).copy if device.type == "cuda" else Tensor.cpu
         self.by_name = {
-            name: _Teacher.build(config, folder, forward, layers, keeps_states=keeps) for name, folder in folders.items()
+            name: _Teacher.build(config, folder, forward, layers, keep_output=keep) for name, folder in folders.items()
         }
 
     @staticmethod

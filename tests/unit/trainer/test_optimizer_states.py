@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.megatron import teachers
+from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import check_config
+from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.trainer.megatron.policy import Policy, offload
 from tepo_megatron.trainer.megatron.policy.checkpoints import MegatronCheckpoints
 from tepo_megatron.trainer.megatron.policy.optimizer_states import STATES, OptimizerStates
@@ -216,3 +220,23 @@ def test_states_are_copied_to_the_host_whatever_their_size(sizes: list[tuple[int
     for tensor in tensors:
         tensor.zero_()
     assert all(map(torch.equal, results, expected))
+
+
+def test_teachers_states_are_copied_through_few_pinned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are on a GPU. Pinned as a whole they would take a power of two each, which torch never gives back."""
+    build = mock.Mock()
+    monkeypatch.setattr(teachers._Teacher, "build", build)
+    monkeypatch.setattr(teachers, "HostCopies", lambda device: offload.HostCopies(CPU))
+    config = load_run(None, ["objective.distill={of: all, divergence: jsd}", "teachers={big: {path: big, place: ranks}}"])
+    platform = Platform("cuda", torch.device("cuda", 0), "nccl")
+    teachers.Teachers(config, {"big": Path("big")}, mock.Mock(platform=platform), mock.Mock())
+    forward: Any = SimpleNamespace(
+        engine=config.engine, on_progress=mock.Mock(), routers=None, _local_scores=mock.Mock(), **build.call_args.kwargs
+    )
+    hidden = torch.arange(12.0).view(1, 3, 4)
+    part, model, loss = mock.MagicMock(), mock.Mock(return_value=hidden), mock.Mock(return_value=(hidden.sum(), {}))
+    monkeypatch.setattr("tepo_megatron.trainer.megatron.forward.fused_head", mock.Mock())
+    output, reduce = Forward._step(forward, (0, part), model, loss, train=False)
+    states = reduce(output)[2]["output"]
+    hidden.zero_()
+    assert torch.equal(states, torch.arange(12.0).view(3, 4))
