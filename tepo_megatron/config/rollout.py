@@ -34,6 +34,12 @@ class _SpeculativeConfig(Section):
             yield f"{name} is for n-grams, and draft_model guesses here; leave one of the two out"
 
 
+_SIZES = (
+    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
+    *("--prefill-context-parallel-size", "-pcp"),
+)
+
+
 class ServerConfig(Section):
     placement: Literal["local", "colocated", "external"] = "local"
     """``local``: the trainer starts servers on its machine's free GPUs. ``colocated``: on its own GPUs, in turns, on one
@@ -150,6 +156,11 @@ class ServerConfig(Section):
         if host in ("", "0.0.0.0", "::"):  # noqa: S104
             raise ValueError(f"{host!r} is no address that trainer and servers can reach; name one of this machine's")
         return host
+
+    def argument_among(self, *names: str) -> str | None:
+        """Returns the first of ``extra_args`` with one of these names, which vLLM takes with underscores too."""
+        present = (item.split("=")[0].replace("_", "-") for item in self.extra_args)
+        return next((name for name in present if name in names), None)
 
     def _faults(self) -> Iterator[str]:
         if self.load_format == "dummy" and self.transfer == "gather":
@@ -334,6 +345,8 @@ class RolloutConfig(Section):
         return self.truncated != "mask" or finish_reason != "length"
 
     def _faults(self) -> Iterator[str]:
+        if self.replay is None and (size := self.server.argument_among(*_SIZES)) is not None:
+            yield f"server.extra_args has {size}, and weight updates number workers by server.tp and count; set those instead"
         if self.replay_weights != "same" and self.replay is None:
             yield f"replay_weights = {self.replay_weights} has no effect without replay; leave it out"
         if self.oversample > 1 and self.filter_groups is None and not self.partial:
@@ -356,6 +369,15 @@ class RolloutConfig(Section):
             )
         if self.partial and self.sampling.needs_tokenizer:
             yield "partial = true with sampling.stop or sampling.bad_words, which may be in two parts; leave one of the two out"
+
+    def shard_faults(self) -> Iterator[str]:
+        """Of a run whose servers get merged weights."""
+        experts = self.server.argument_among("--enable-expert-parallel", "-ep")
+        if experts is not None and self.server.transfer == "reshard" and self.replay is None:
+            yield (
+                f"rollout.server.extra_args has {experts}, and shards are of experts split by tp; set "
+                "rollout.server.transfer = gather"
+            )
 
     def _training_faults(self) -> Iterator[str]:
         if not self.sampling.truncates:

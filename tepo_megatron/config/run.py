@@ -438,10 +438,11 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
     rollout, server, overlap = run.rollout, run.rollout.server, run.train.schedule == "overlap"
     uncorrected = run.objective.mismatch is None and not rollout.uncorrected
     remedy = "set objective.mismatch.kind = truncate, or rollout.uncorrected = true to train without a correction"
+    biases = f"which biases the gradient; {remedy}"
     if rollout.oversample > 1 and uncorrected:
-        yield (
-            f"rollout.oversample = {rollout.oversample:g} trains on older weights' groups, which biases the gradient; {remedy}"
-        )
+        yield f"rollout.oversample = {rollout.oversample:g} trains on older weights' groups, {biases}"
+    if run.adapter_rank is None:
+        yield from rollout.shard_faults()
     if run.train.rollback is not None and rollout.replay is not None:
         yield "train.rollback with rollout.replay: the same rollouts would be read again; leave one of them out"
     if overlap and server.placement == "colocated":
@@ -462,8 +463,7 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
         if item.quantization != "none" and dtype != "bfloat16":
             yield f"{field}.quantization = {item.quantization} takes servers in bfloat16, not {dtype}; {bfloat16}"
     if server.quantization != "none" and uncorrected:
-        quantization = f"rollout.server.quantization = {server.quantization}"
-        yield f"{quantization} samples from another distribution, which biases the gradient; {remedy}"
+        yield f"rollout.server.quantization = {server.quantization} samples from another distribution, {biases}"
 
 
 def _environment_faults(run: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:

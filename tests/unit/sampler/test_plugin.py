@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,15 +257,22 @@ def test_a_checkpoint_that_is_quantised_already_is_refused_by_the_name_of_its_la
         assert "rollout.server.quantization" in text
 
 
-def test_experts_that_vllm_has_padded_are_refused_with_what_to_set() -> None:
+@pytest.mark.parametrize(
+    ("padded", "use_ep", "message"),
+    [(256, False, "pads each expert from 192 to 256 here"), (192, True, r"have whole experts \(expert parallelism\)")],
+)
+def test_experts_that_vllm_has_padded_or_divided_are_refused_with_what_to_set(padded: int, use_ep: bool, message: str) -> None:
     pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
     from tepo_megatron.sampler.vllm.plugin.engine import ShardLoader
 
     model: Any = torch.nn.Module()
     model.experts = torch.nn.Linear(2, 2, bias=False)
-    sizes = {"intermediate_size_per_partition": 256, "intermediate_size_per_partition_unpadded": 192}
-    model.experts.moe_config = SimpleNamespace(**sizes)
-    with pytest.raises(RuntimeError, match=r"pads each expert from 192 to 256 here; set rollout.server.transfer = gather"):
+    sizes = {"intermediate_size_per_partition": padded, "intermediate_size_per_partition_unpadded": 192}
+    parallel = replace(FusedMoEParallelConfig.make_no_parallel(), use_ep=use_ep)
+    model.experts.moe_config = SimpleNamespace(**sizes, moe_parallel_config=parallel)
+    with pytest.raises(RuntimeError, match=rf"{message}; set rollout.server.transfer = gather"):
         ShardLoader(model, {})
 
 

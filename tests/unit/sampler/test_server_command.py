@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.machine import Machine, read_cores, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
@@ -216,6 +216,25 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
 def test_settings_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ServerConfig.model_validate(config)
+
+
+@pytest.mark.parametrize("name", ["--tensor_parallel_size=2", "-dp", "-pp=2", "-pcp", "--prefill-context-parallel-size=2"])
+def test_other_sizes_are_refused_to_servers_that_get_weights(name: str) -> None:
+    server: dict[str, Any] = {"extra_args": ("--seed=1", name)}
+    argument = name.split("=")[0].replace("_", "-")
+    with pytest.raises(ValidationError, match=rf"server.extra_args has {argument}, and weight updates .* server.tp and count"):
+        RolloutConfig.model_validate({"server": server})
+    assert RolloutConfig.model_validate({"server": server, "replay": "recorded"}).server == ServerConfig.model_validate(server)
+
+
+@pytest.mark.parametrize("name", ["-ep", "--enable_expert_parallel"])
+def test_shards_of_experts_are_refused_to_servers_with_expert_parallelism(name: str) -> None:
+    start, merged = f"rollout.server.extra_args=[{name}]", ["model.lora.rank=4"]
+    for overrides in ([], merged):
+        with pytest.raises(ValueError, match=r"experts split by tp; set rollout.server.transfer = gather"):
+            load_run(None, [start, *overrides])
+    for overrides in (["rollout.server.transfer=gather"], ["rollout.replay=recorded"], [*merged, "model.lora.serve=adapter"]):
+        assert load_run(None, [start, *overrides]).rollout.server.extra_args == (name,)
 
 
 @pytest.mark.parametrize("quantization", FP8)

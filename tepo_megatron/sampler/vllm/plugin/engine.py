@@ -305,6 +305,8 @@ class ShardLoader(Mapping[str, Tensor]):
             for size, padded in sizes
             if padded != size
         ]
+        if any(moe.moe_parallel_config.use_ep for moe in configs):
+            problems.append("its workers have whole experts (expert parallelism); set rollout.server.transfer = gather")
         if problems:
             raise RuntimeError(f"the trainer's plan does not fit this worker's model: {'; '.join(problems)}")
 
