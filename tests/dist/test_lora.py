@@ -244,3 +244,26 @@ def test_adapters_on_experts_alone_are_offloaded_saved_and_resumed(tmp_path: Pat
     first, second = run_dist(2, train_experts_only, tmp_path / "model", tmp_path / "checkpoints")
     assert first == second
     assert math.isfinite(sum(first))
+
+
+def resume_under_another_split(_rank: int, _world: int, model: Path, folder: Path) -> list[str]:
+    def start(split: Split) -> Any:
+        lora = {"rank": 8, "alpha": 16, "target_modules": ("all-linear",)}
+        raw = {"model": {"path": str(model), "lora": lora}, "engine": {"parallel": split.parallel}, "optimizer": {"lr": 0.1}}
+        return make_engine(raw, MeanSurprise())
+
+    engine = start(Split(tp=2))
+    engine.update(engine.score(engine.batch_from_root(short_rollouts() if engine.ranks.rank == 0 else None)))
+    saved, digest = save_checkpoint(engine, folder, step=1, state={}), engine.weights.adapters_digest()
+    engine = start(Split(dp=2))
+    state = engine.checkpoints.load(saved)
+    engine.policy.lora.params[min(engine.policy.lora.params)].data.view(-1)[0] += 1
+    return [digest, state["adapters_digest"], engine.weights.adapters_digest()]
+
+
+def test_a_resume_is_checked_by_what_was_stored_as_merged_bits_depend_on_the_split(tmp_path: Path) -> None:
+    """A product of 8 columns a rank has other bits than one of 16 columns."""
+    random_model("Llama", num_hidden_layers=1, hidden_size=32, intermediate_size=16).save_pretrained(tmp_path / "model")
+    for saved, read, changed in run_dist(2, resume_under_another_split, tmp_path / "model", tmp_path / "checkpoints"):
+        assert saved == read
+        assert changed != read

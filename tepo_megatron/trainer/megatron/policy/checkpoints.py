@@ -203,8 +203,10 @@ class MegatronCheckpoints:
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
         self.finish()
         self._weights.heartbeat.phase("save")
-        digest = self._weights.version(step).digest
-        out, state = folder / checkpoint_name(step), {**asdict(self.counters), "weights_digest": digest, **self._about, **state}
+        digests = {"weights_digest": self._weights.version(step).digest}
+        if self._policy.lora is not None:
+            digests["adapters_digest"] = self._weights.adapters_digest()
+        out, state = folder / checkpoint_name(step), {**asdict(self.counters), **digests, **self._about, **state}
         self._saving = _Saving(out, step=step, state=state, boxes=self._boxes(), group=self._group, background=background)
 
     def _boxes(self) -> Iterator[tuple[str, Tensor]]:
@@ -261,8 +263,11 @@ class MegatronCheckpoints:
         self._policy.schedule.num_steps = 0
         self._policy.schedule.step(increment=counters.updates)
         if not self._weights.config.engine.fp8.params:  # they are rounded with scales that depend on how tensors are cut
-            digest = self._weights.version(state["step"]).digest
-            if digest != (expected := state.get("weights_digest", digest)):
+            if self._policy.lora is None:
+                name, digest = "weights_digest", self._weights.version(state["step"]).digest
+            else:
+                name, digest = "adapters_digest", self._weights.adapters_digest()
+            if digest != (expected := state.get(name, digest)):  # older checkpoints lack it
                 raise RuntimeError(
                     f"{folder}: the weights that were read have the digest {digest}, those that were saved {expected}, "
                     "although its files are whole: the memory or the network of a machine is broken, or model.dtype is not the "

@@ -69,9 +69,14 @@ class PolicyWeights:
     def version(self, step: int) -> WeightsVersion:
         return WeightsVersion(step, self.digest(self.merged))
 
-    def digest(self, weights: Mapping[str, Tensor]) -> str:
+    def adapters_digest(self) -> str:
+        """That of ``merged`` may depend on the split: a product's bits depend on its shape."""
+        assert self.policy.lora is not None
+        return self.digest(self.policy.lora.params, self.trained_sources)
+
+    def digest(self, weights: Mapping[str, Tensor], sources: GatherPlan | None = None) -> str:
         """Returns 64 bits, in hex. Every rank calls."""
-        local = fingerprint(self._sources.shards_of(self.rank), weights)
+        local = fingerprint((sources or self._sources).shards_of(self.rank), weights)
         total = torch.tensor(local - 2**64 * (local >= 2**63), device=self.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return f"{int(total) % 2**64:016x}"
