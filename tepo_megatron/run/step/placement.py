@@ -13,6 +13,7 @@ from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.transfer.transport import is_loopback
 from tepo_megatron.weights.transfer.transports import find_transport
 
 
@@ -108,8 +109,18 @@ class Placement:
                     f"teachers.{name} is served on GPUs {first} to {last - 1}, and this machine has {machine.gpus}; serve it "
                     f"elsewhere (teachers.{name}.server.placement = external), or set place = ranks"
                 )
-        needed = machine.local_ranks + self.workers
-        if server.placement == "local" and self.on_gpus and needed > machine.gpus:
+        if server.placement == "local":
+            self._check_local()
+
+    def _check_local(self) -> None:
+        server, machine = self.server, self.machine
+        all_send = server.transfer == "reshard" and self.config.adapter_rank is None
+        if all_send and machine.local_ranks != machine.ranks and is_loopback(server.host):
+            raise ValueError(
+                f"rollout.server.host = {server.host} cannot be reached by the {machine.ranks - machine.local_ranks} ranks on "
+                "other machines, which send their weights there; set it to this machine's address, or placement = external"
+            )
+        if self.on_gpus and machine.local_ranks + self.workers > machine.gpus:
             raise ValueError(
                 f"the trainer uses {machine.local_ranks} GPUs and the servers (rollout.server.tp × count) {self.workers} "
                 f"others, but this machine has {machine.gpus}; share them with rollout.server.placement = colocated, or use "

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from warnings import warn
 
 import torch
 from pydantic import TypeAdapter
@@ -142,7 +143,9 @@ class ShardSender:
             raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
 
     def _report(self, error: RuntimeError) -> None:
-        if self._store is not None:
+        if self._store is None:  # rank 0 cannot be told: it waits for all members
+            warn(f"trainer rank {self._rank} cannot take part in a weight update: {error}", stacklevel=2)
+        else:
             with suppress(RuntimeError):  # rank 0 is gone, and the store with it; it has its own error
                 self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
 

@@ -44,6 +44,8 @@ def config(server: dict[str, Any], platform: str = "auto", *, threads: Any = Non
         ({"placement": "external", "registry": "/r", "count": 4, "tp": 8}, TWO_NODES, "auto", "nccl", 8),
         ({"placement": "external", "registry": "/r", "transport": "gloo"}, NODE, "auto", "gloo", 4),
         ({"transport": "nccl"}, NODE, "auto", "nccl", 4),
+        ({"transfer": "gather"}, TWO_NODES, "cpu", "gloo", 0),  # rank 0 alone sends
+        ({"host": "10.0.0.7"}, TWO_NODES, "cpu", "gloo", 0),
     ],
 )
 def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform: str, transport: str, first_gpu: int) -> None:
@@ -88,6 +90,12 @@ def test_checkpoints_are_written_beside_training_on_gpus_whose_hosts_have_room(
         ({"placement": "colocated", "tp": 2, "count": 3}, NODE, "auto", r"2 × 3 workers do not fit on the GPUs of 4 trainer"),
         ({"tp": 4, "count": 2}, NODE, "auto", r"uses 4 GPUs and the servers .* 8 others, but this machine has 8"),
         ({}, ONE_GPU, "auto", r"share them with rollout.server.placement = colocated"),
+        (
+            {},
+            TWO_NODES,
+            "auto",
+            r"host = 127.0.0.1 cannot be reached by the 8 ranks on other machines, .* placement = external",
+        ),
         ({}, LAPTOP, "cuda", r"engine\.platform = cuda, but torch .* sees no GPU"),
     ],
 )

@@ -280,6 +280,17 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
     assert root.finish_update(arrived=False) == ""
 
 
+def test_a_rank_that_cannot_reach_the_meeting_says_so_itself(tmp_path: Path) -> None:
+    heard: Iterator[Any] = iter([[HOST, str(tmp_path / "of another machine")], False])
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
+    params = {"p": torch.zeros(2, 2)}
+    other = ShardSender(ReshardPlan((), 2, 2), params, rank=1, broadcast_from_root=lambda _: next(heard), **options)
+    with pytest.warns(
+        UserWarning, match=r"rank 1 cannot take part in .*: .* meets in .*of another machine, which is not there"
+    ):
+        other.update_as_non_root()
+
+
 @pytest.mark.parametrize("name", ["nccl", "ipc"])
 def test_a_member_without_a_gpu_is_told_what_to_set(name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {name} needs CUDA on both"):
