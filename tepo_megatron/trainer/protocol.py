@@ -149,7 +149,7 @@ class Trainer(Protocol):
 
     @property
     def reference_digest(self) -> str | None:
-        """None if no reference is needed."""
+        """None if no reference is needed, or its weights are rounded differently under other layouts."""
 
     def batch_from_root(self, rollouts: list[Rollout] | None, teachers: Sequence[int] | None = None) -> Batch:
         """Packs rank 0's rollouts (others are not read) in order, with advantages, for every rank. ``teachers``: the place in

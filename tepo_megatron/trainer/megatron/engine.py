@@ -128,7 +128,7 @@ class Engine:
         # with adapters, the policy without them is the reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
         self.reference_digest: str | None = None
-        if needs_reference:
+        if needs_reference and not self.config.engine.fp8.params:  # their scales depend on how tensors are cut
             params = self.policy.params if self.reference is None else named_weights(self.reference)
             self.reference_digest = self.weights.digest(plain_weights(params))
         self.teachers: Teachers | None = None

@@ -31,8 +31,10 @@ from torch.nn.functional import linear
 
 from tepo_megatron.config import EngineConfig, Fp8Config, LoraConfig, ModelConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.run.checks import RUN_CHECKS
 from tepo_megatron.trainer.megatron import gpu as packages
+from tepo_megatron.trainer.megatron.engine import Engine
 from tepo_megatron.trainer.megatron.forward import Forward
 from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import attention_cpu, fp8
@@ -146,6 +148,19 @@ def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(monkeypatch
         assert type(seen[name]) is torch.Tensor
         assert torch.equal(seen[name], expected), name
     assert not torch.equal(seen[fc1], plain[fc1])
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_references_of_fp8_weights_have_no_digest_as_scales_depend_on_the_split(rounds: bool) -> None:
+    chunk = torch.nn.Linear(2, 2)
+    config = SimpleNamespace(
+        engine=SimpleNamespace(fp8=Fp8Config(recipe="tensorwise", params=rounds)), objective=ObjectiveConfig()
+    )
+    engine = mock.Mock(config=config, objective=mock.Mock(needs_reference=True), policy=mock.Mock(lora=None))
+    engine.weights.digest = list  # names
+    Engine._build_frozen(engine, mock.Mock(reference=lambda: [chunk]), {})
+    assert engine.reference == [chunk]
+    assert engine.reference_digest == (None if rounds else ["weight", "bias"])
 
 
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
