@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -170,8 +170,15 @@ class ReshardPlan:
     def is_local(self, move: Move) -> bool:
         return self.local.get(move.destination) == move.source
 
-    def receives(self, destination: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.destination == destination)
+    def receives(self, destination: int) -> Sequence[Move]:
+        return self._received.get(destination, ())
+
+    @cached_property
+    def _received(self) -> dict[int, list[Move]]:
+        result: dict[int, list[Move]] = {}
+        for move in self.moves:
+            result.setdefault(move.destination, []).append(move)
+        return result
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> Counter[tuple[int, int]]:
         """Returns (source, destination) → bytes between devices, or with ``local`` within one."""

@@ -54,14 +54,21 @@ class MoveEnd:
     @classmethod
     def of(cls, plan: ReshardPlan, rank: int) -> list[MoveEnd]:
         """``rank`` is the transfer group's, in which destinations follow sources."""
-        ends = []
-        for move in plan.moves:
-            name, destination, fp32 = move.destination_param, plan.num_sources + move.destination, is_always_fp32(move.tensor)
-            if rank == move.source:
-                ends.append(cls(destination, name, move.source_param, move.source_region, fp32))
-            elif rank == destination:
-                ends.append(cls(move.source, name, name, move.destination_region, fp32))
-        return ends
+        destination = rank - plan.num_sources
+        if destination >= 0:
+            names = ((move, move.destination_param) for move in plan.receives(destination))
+            return [cls(move.source, name, name, move.destination_region, is_always_fp32(move.tensor)) for move, name in names]
+        return [
+            cls(
+                plan.num_sources + move.destination,
+                move.destination_param,
+                move.source_param,
+                move.source_region,
+                is_always_fp32(move.tensor),
+            )
+            for move in plan.moves
+            if move.source == rank
+        ]
 
     def on_wire(self, itemsize: int) -> MoveEnd:
         if not self.fp32 or itemsize >= torch.float32.itemsize:

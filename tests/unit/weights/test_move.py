@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -197,6 +199,28 @@ def test_a_worker_of_a_70b_model_gets_few_messages_on_gpus_and_all_fit_the_stagi
             assert move.count_messages(plan, rank, 2, transport) <= (messages, rounds)
             assert max(map(len, found)) <= rounds
             assert sum(max(map(numel_of, queue)) for queue in found) * 2 * move.WINDOW <= transport.staging_bytes
+
+
+class Walked(tuple[Any, ...]):
+    times = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        type(self).times += 1
+        return super().__iter__()
+
+
+def test_one_pass_over_all_moves_finds_those_of_every_worker() -> None:
+    """Rank 0 tells each worker of a large model's its own, at the first update and after a server is lost."""
+    plan = reshard_plan(small_spec(num_layers=2), MegatronParallel(tp=2), VllmParallel(tp=2, replicas=3))
+    walked = replace(plan, moves=Walked(plan.moves))
+    before = Walked.times
+    ends = [MoveEnd.of(walked, plan.num_sources + destination) for destination in range(plan.num_destinations)]
+    assert Walked.times == before + 1
+    for destination, found in enumerate(ends):
+        expected = [moved for moved in plan.moves if moved.destination == destination]
+        assert [(end.peer, end.param, end.region) for end in found] == [
+            (moved.source, moved.destination_param, moved.destination_region) for moved in expected
+        ]
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
