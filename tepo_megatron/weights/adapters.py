@@ -62,6 +62,12 @@ class AdapterBlock(NamedTuple):
         return [cls(slice(end - count, end), shard.param_box.slices[0]) for count, end, shard in blocks]
 
 
+def adapter_layouts(layouts: Sequence[ShardLayout], tensors: Collection[str], rank: int) -> list[ShardLayout]:
+    different = {id(layout): layout for layout in layouts}  # ranks share layouts
+    result = {key: adapter_layout(layout, tensors, rank) for key, layout in different.items()}
+    return [result[id(layout)] for layout in layouts]
+
+
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_layout, adapter_names, adapter_shapes
+from tepo_megatron.weights import adapters
+from tepo_megatron.weights.adapters import (
+    AdapterBlock,
+    adapted_tensors,
+    adapter_layout,
+    adapter_layouts,
+    adapter_names,
+    adapter_shapes,
+)
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, check_peft_folder, load_adapters
@@ -34,7 +43,7 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
     generator = torch.Generator().manual_seed(seed)
     wanted = adapter_shapes(shapes, tensors, RANK)
     whole = {name: torch.randint(-9, 9, shape, generator=generator) for name, shape in wanted.items()}
-    adapted = [adapter_layout(layout, tensors, RANK) for layout in layouts]
+    adapted = adapter_layouts(layouts, tensors, RANK)
     GatherPlan(adapted)  # the ranks together hold everything
     for layout, local in zip(layouts, parameters(adapted, whole), strict=True):
         for tensor, shards in layout.by_tensor(tensors).items():
@@ -46,6 +55,15 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
             for shard in shards:
                 expected = (whole[b] @ whole[a])[shard.box.slices]
                 assert torch.equal(merged[shard.param_box.slices], expected)
+
+
+def test_a_layout_that_ranks_share_is_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = MegatronParallel(dp=3, tp=2).layouts(small_spec())
+    one_by_one = [adapter_layout(layout, ["lm_head.weight"], RANK) for layout in layouts]
+    counted = mock.Mock(side_effect=adapter_layout)
+    monkeypatch.setattr(adapters, "adapter_layout", counted)
+    assert adapter_layouts(layouts, ["lm_head.weight"], RANK) == one_by_one
+    assert counted.call_count == 2
 
 
 def test_linear_layers_are_known_by_their_names() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.trainer.megatron.model.fp8 import LazyWeights
-from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_layout, adapter_names
+from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_layouts, adapter_names
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
@@ -46,8 +46,7 @@ class Lora:
         """Raises ValueError for targets that match nothing. Every rank calls before Megatron's DDP exists."""
         layout_of_model = layouts[rank]
         tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
-        same: dict[int, ShardLayout] = {}  # ranks share layouts
-        adapted = [same.setdefault(id(layout), adapter_layout(layout, tensors, config.rank)) for layout in layouts]
+        adapted = adapter_layouts(layouts, tensors, config.rank)
         for chunk in chunks:
             chunk.requires_grad_(False)
         layout = adapted[rank]
