@@ -154,7 +154,7 @@ class RunLock:
 
 
 def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
-    certain = _flock(fd, mode)
+    certain = flock(fd, mode)
     holder = _parse(os.pread(fd, 4096, 0))
     if certain is False:
         raise _held(path, holder)
@@ -187,7 +187,7 @@ def _held(
     return ValueError(f"output {path.parent} is in use by {who} ({path.name}); {advice}")
 
 
-def _flock(fd: int, mode: int) -> bool | None:
+def flock(fd: int, mode: int) -> bool | None:
     """None means no flock in the file system."""
     try:
         fcntl.flock(fd, mode | fcntl.LOCK_NB)

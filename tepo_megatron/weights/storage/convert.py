@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.runtime.files import partial_path
+from tepo_megatron.runtime.run_lock import flock
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
@@ -204,43 +207,55 @@ def _write_folder(
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another folder")
     partial = partial_path(out)
-    _prepare_partial(partial, _conversion_digest(weights, files))
-    unfinished = _unfinished(files, partial, out)
-    total = sum(file.nbytes for file in files)
-    done = total - sum(file.nbytes for file in unfinished)
+    with _prepared(partial, _conversion_digest(weights, files)):
+        unfinished = _unfinished(files, partial, out)
+        total = sum(file.nbytes for file in files)
+        done = total - sum(file.nbytes for file in unfinished)
 
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        report(done, total)
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            report(done, total)
 
-    try:
-        for file in unfinished:
-            advance(len(file.header))
-            file.write(partial, weights, advance, bucket_bytes)
-        finish(partial)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _unfinished(files, partial, out)  # usually raises the error that says how many bytes are missing
-        raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
-    partial.rename(out)
-    (out / _RECORD).unlink()
+        try:
+            for file in unfinished:
+                advance(len(file.header))
+                file.write(partial, weights, advance, bucket_bytes)
+            finish(partial)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _unfinished(files, partial, out)  # usually raises the error that says how many bytes are missing
+            raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
+        partial.rename(out)
+        (out / _RECORD).unlink()
 
 
-def _prepare_partial(partial: Path, conversion: str) -> None:
+@contextmanager
+def _prepared(partial: Path, conversion: str) -> Iterator[None]:
+    """Empties the folder of another conversion's files, and keeps other commands out."""
     record = partial / _RECORD
-    if partial.exists() and any(partial.iterdir()):
-        if not record.is_file():
-            raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
-        if record.read_text() == conversion:
-            return
-        shutil.rmtree(partial)
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        record.write_text(conversion)
-    except OSError as error:
-        raise ValueError(f"{partial} cannot be written ({error.strerror}); give another folder") from error
+    if partial.exists() and any(partial.iterdir()) and not record.is_file():
+        raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
+    with ExitStack() as stack:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(record.open("a+"))
+            if flock(file.fileno(), fcntl.LOCK_EX) is False:
+                raise ValueError(f"another import or export writes {partial} now; let it end, or give another folder")
+            file.seek(0)
+            if file.read() != conversion:
+                for path in partial.iterdir():
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    elif path != record:
+                        path.unlink()
+                file.truncate(0)
+                file.write(conversion)
+                file.flush()
+        except OSError as error:
+            raise ValueError(f"{partial} cannot be written ({error.strerror}); give another folder") from error
+        yield
 
 
 def _conversion_digest(weights: StoredWeights, files: Sequence[_PlannedFile]) -> str:

@@ -250,6 +250,22 @@ def test_what_another_conversion_left_is_not_mixed_in(model: Path, checkpoint: P
     assert_same(out, other)
 
 
+@pytest.mark.parametrize("shard_bytes", [2000, 4000])  # the same conversion, and another one
+def test_a_second_command_for_a_folder_is_refused_while_the_first_writes_it(
+    model: Path, checkpoint: Path, tmp_path: Path, shard_bytes: int
+) -> None:
+    refused = []
+
+    def again(done: int, total: int) -> None:
+        with pytest.raises(ValueError, match=r"another import or export writes .*out\.partial now; let it end") as caught:
+            export_model(checkpoint, tmp_path / "out", shard_bytes=shard_bytes)
+        refused.append(caught.value)
+
+    export_model(checkpoint, tmp_path / "out", shard_bytes=2000, report=again)
+    assert refused
+    assert_same(tmp_path / "out", model)
+
+
 def test_a_folder_in_the_way_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     partial.mkdir()
