@@ -28,7 +28,7 @@ from tests.support.checkpoints import flip_bit, shards
 from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist, run_world
 from tests.support.processes import files_of_at_most
-from tests.support.random_models import draw_rollouts
+from tests.support.random_models import draw_rollouts, random_model
 
 STEPS = 4
 
@@ -109,6 +109,20 @@ def test_another_reference_model_and_none_whole_end_all_ranks_with_one_sentence(
         train(tmp_path, replay, *again)
     assert (tmp_path / "resolved.yaml").read_bytes() == resolved
     assert not list((tmp_path / "checkpoints").glob("*.damaged"))
+
+
+def saved_and_loaded(_rank: int, _world: int, model: Path, folder: Path) -> list[str]:
+    engine = make_engine({"model": {"path": str(model)}, "engine": {"parallel": {"tp": 4}}})
+    saved = save_checkpoint(engine, folder, step=1, state={})
+    return [engine.checkpoints.load(saved)["weights_digest"], engine.weights.version(1).digest]
+
+
+def test_a_rank_with_rows_of_padding_alone_resumes(tmp_path: Path) -> None:
+    """Of 9 tokens over 4 ranks each has 3, and the last one none."""
+    sizes = {"vocab_size": 9, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    random_model("Llama", **sizes).save_pretrained(tmp_path / "model")
+    for saved, loaded in run_dist(4, saved_and_loaded, tmp_path / "model", tmp_path / "checkpoints"):
+        assert saved == loaded
 
 
 def failing_save(rank: int, _world: int, folder: Path, parallel: dict[str, Any], limited_rank: int | None) -> str:

@@ -155,7 +155,7 @@ class StoredWeights:
         weights = cls.open(folder)
         weights.check(layout.shapes)
         with torch.no_grad():
-            for param in {shard.param for shard in layout.shards}:
+            for param in layout.params:  # some have no shard, on a rank whose rows are all padding
                 params[param].zero_()
             for shard in layout.shards:
                 weights.read(shard.tensor, shard.box, params[shard.param][shard.param_box.slices])

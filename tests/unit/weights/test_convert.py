@@ -388,6 +388,16 @@ def test_a_whole_model_is_loaded_and_of_another_wrong_tensors_are_named_at_once(
         StoredWeights.load(model, layout, params)
 
 
+def test_rows_are_zero_where_a_rank_has_padding_alone(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", vocab_size=9, num_key_value_heads=4)
+    layout = MegatronParallel(tp=4).layout(read_model_spec(model), 3)
+    params = {name: torch.full(shape, 7.0) for name, shape in layout.params.items()}
+    StoredWeights.load(model, layout, params)
+    padded = params.keys() - {shard.param for shard in layout.shards}
+    assert padded == {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert not any(params[name].any() for name in padded)
+
+
 def test_a_checkpoint_is_listed_with_one_open_of_each_file(checkpoint: Path) -> None:
     kinds = ("master", "exp_avg")
     with mock.patch.object(stored, "safe_open", wraps=safe_open) as opened:

@@ -284,7 +284,7 @@ class MegatronCheckpoints:
             local = states.range_of(param)
             values = {kind: torch.zeros(local.stop - local.start) for kind in STATES}
             for kind, flat in values.items():
-                for tensor, box, into in _local_parts(flat, local, param, by_param[name]):
+                for tensor, box, into in _local_parts(flat, local, param, by_param.get(name, ())):
                     stored[kind].read(tensor, box, into)
                     read += into.nbytes
             on_device = {kind: value.to(param.device) for kind, value in values.items()}
