@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.runtime.files import partial_path
+from tepo_megatron.runtime.files import partial_path, sync_to_disk
 from tepo_megatron.runtime.run_lock import flock
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
@@ -222,6 +222,8 @@ def _write_folder(
                 advance(len(file.header))
                 file.write(partial, weights, advance, bucket_bytes)
             finish(partial)
+            for path in (*partial.iterdir(), partial):  # what finish wrote, and the names of folders
+                sync_to_disk(path)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

@@ -266,6 +266,26 @@ def test_a_second_command_for_a_folder_is_refused_while_the_first_writes_it(
     assert_same(tmp_path / "out", model)
 
 
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_all_is_on_disk_before_the_folder_has_its_name(
+    model: Path, checkpoint: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, synced, rename = tmp_path / "out", set[int](), Path.rename
+
+    def renamed(partial: Path, target: Path) -> Path:
+        missing = [path for path in (partial, *partial.rglob("*")) if path.stat().st_ino not in synced]
+        assert missing == []
+        return rename(partial, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "rename", renamed)
+    if command == "import":
+        import_model(model, out, tp=2, pp=1)
+    else:
+        export_model(checkpoint, out)
+    assert {path.name for path in out.iterdir()} >= {"config.json", "tokenizer.json"}
+
+
 def test_a_folder_in_the_way_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     partial.mkdir()
