@@ -188,11 +188,10 @@ class SyncTraffic:
         """Raises ValueError if vLLM cannot split the model."""
         spec, config = ranks.spec, ranks.config
         server, rate = config.rollout.server, _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
-        if config.adapter_rank is not None:  # rank 0 sends them to every server
-            size = model_parameters(spec, config.model.lora) * _server_bytes(config)
-            return cls(server.count, server.count * size, server.count * size, size, server.count * size / rate)
-        if server.transfer == "gather":  # whole tensors, of which gloo's tree takes some copies from rank 0
-            workers, size = server.tp * server.count, model_parameters(spec) * ELEMENT_BYTES[config.dtype()]
+        adapters = config.adapter_rank is not None
+        if adapters or server.transfer == "gather":  # whole tensors, of which gloo's tree takes some copies from rank 0
+            workers = server.tp * server.count
+            size = model_parameters(spec, config.model.lora if adapters else None) * ELEMENT_BYTES[config.dtype()]
             sent_most = workers.bit_length() * size
             return cls(workers, workers * size, sent_most, size, sent_most / rate)
         trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)

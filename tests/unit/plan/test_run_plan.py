@@ -195,10 +195,11 @@ def test_a_gather_broadcasts_the_whole_model_to_every_worker() -> None:
 
 
 def test_adapters_alone_are_sent_and_exchanged() -> None:
-    merged, served = (plan(QWEN, f"model.lora={{rank: 16, serve: {kind}}}") for kind in ("merged", "adapter"))
-    size = 2 * model_parameters(served.spec, served.config.model.lora)
-    assert (served.sync.bytes_received_most, served.sync.bytes_total) == (size, served.config.rollout.server.count * size)
-    assert served.sync.bytes_sent_most == served.sync.bytes_total < merged.sync.bytes_total / 100
+    wide = ("rollout.server.tp=2", "rollout.server.count=2", "rollout.server.dtype=float32")
+    merged, served = (plan(QWEN, f"model.lora={{rank: 16, serve: {kind}}}", *wide) for kind in ("merged", "adapter"))
+    size, workers = 2 * model_parameters(served.spec, served.config.model.lora), 4  # the trainer sends its own dtype
+    assert (served.sync.moves, served.sync.bytes_received_most, served.sync.bytes_total) == (workers, size, workers * size)
+    assert served.sync.bytes_sent_most == workers.bit_length() * size < merged.sync.bytes_total / 100
     assert merged.time.exchange < plan(QWEN).time.exchange / 50
 
 
