@@ -217,3 +217,6 @@ def test_the_command_prints_what_a_70b_model_moves(tmp_path: Path) -> None:
 def test_the_command_refuses_what_cannot_be() -> None:
     refused = invoke("reshard", "plan", "Llama-3.3-70B-Instruct", "--vpp", 2, code=1)
     assert "a virtual pipeline size of 2 needs a pipeline" in refused.output
+    for end in ("--first-layers", "--last-layers"):
+        refused = invoke("reshard", "plan", "Llama-3.3-70B-Instruct", "--pp", 2, end, 0, code=2)
+        assert f"'{end}'" in refused.output
