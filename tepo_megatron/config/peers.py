@@ -263,6 +263,9 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         made["objective.advantage.kind"] = result.get("objective.advantage.kind", "group")
     if result.get("objective.preset") == "cispo":
         made["objective.trust_region.high"] = (read.get("epsilon_high") or 5.0) - 1  # the largest weight there
+    if result.get("objective.preset") == "sapo":
+        made["objective.trust_region.tau_positive"] = read.get("sapo_temperature_pos")
+        made["objective.trust_region.tau_negative"] = read.get("sapo_temperature_neg")
     if read.get("vllm_importance_sampling_correction", True):
         level, _, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
         cap = float(read.get("vllm_importance_sampling_cap", 3.0))
@@ -362,7 +365,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
 
 
 def _verl_terms(read: Mapping[str, Any], actor: Mapping[str, Any], preset: Any) -> dict[str, Any]:
-    made = {f"objective.{field}": actor.get(f"policy_loss.{key}") for key, field in _OF_ONE_LOSS.get(preset, {}).items()}
+    made = {f"objective.{field}": actor.get(key) for key, field in _OF_ONE_LOSS.get(preset, {}).items()}
     if level := read.get("algorithm.rollout_correction.rollout_is"):
         low, _, high = str(read.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)).rpartition("_")
         bounds = {"kind": "mask", "low": float(low)} if low else {"kind": "truncate"}
@@ -371,11 +374,12 @@ def _verl_terms(read: Mapping[str, Any], actor: Mapping[str, Any], preset: Any) 
 
 
 _OF_ONE_LOSS = {
-    "kl_cov": {"ppo_kl_coef": "kl_cov.coefficient", "kl_cov_ratio": "kl_cov.fraction"},
+    "sapo": {"tau_pos": "trust_region.tau_positive", "tau_neg": "trust_region.tau_negative"},
+    "kl_cov": {"policy_loss.ppo_kl_coef": "kl_cov.coefficient", "policy_loss.kl_cov_ratio": "kl_cov.fraction"},
     "clip_cov": {
-        "clip_cov_ratio": "trust_region.fraction",
-        "clip_cov_lb": "trust_region.cov_low",
-        "clip_cov_ub": "trust_region.cov_high",
+        "policy_loss.clip_cov_ratio": "trust_region.fraction",
+        "policy_loss.clip_cov_lb": "trust_region.cov_low",
+        "policy_loss.clip_cov_ub": "trust_region.cov_high",
     },
 }
 _ACTOR = "actor_rollout_ref.actor."

@@ -119,6 +119,7 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
     [
         ("policy_loss: {loss_mode: geo_mean}", 0.2, "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
         ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", 0.2, "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
+        ("tau_pos: 1.0, tau_neg: 1.05", 0.2, "{preset: dapo, trust_region: {low: 0.2, high: 0.3, dual: 3.0}}"),
         ("policy_loss: {loss_mode: cispo}", 0.2, "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
         ("policy_loss: {loss_mode: cispo}", 10, "{preset: cispo, trust_region: {high: 0.3}}"),
         ("policy_loss: {loss_mode: clip_cov}", 0.2, "{preset: clip_cov, trust_region: {low: 0.2, high: 0.3}}"),
@@ -132,6 +133,7 @@ def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, low: float
 
 COV = "ppo_kl_coef: 0.2, kl_cov_ratio: 0.02, clip_cov_ratio: 0.001, clip_cov_lb: 2.0, clip_cov_ub: 4.0"
 CLIP_COV = "{preset: clip_cov, trust_region: {low: 0.2, high: 0.2, fraction: 0.001, cov_low: 2.0, cov_high: 4.0}}"
+SAPO = "sapo_temperature_pos: 2.0, sapo_temperature_neg: 3.0, vllm_importance_sampling_correction: false"
 WEIGHTS = "use_importance_sampling_correction: true"
 TRUNCATED = "truncated_importance_sampling"
 
@@ -146,6 +148,9 @@ TRUNCATED = "truncated_importance_sampling"
             "{preset: kl_cov, kl_cov: {coefficient: 0.2, fraction: 0.02}}",
         ),
         ("verl", f"actor_rollout_ref.actor.policy_loss: {{loss_mode: clip_cov, {COV}}}", CLIP_COV),
+        ("trl", f"loss_type: grpo, delta: 4.0, {SAPO}", "{preset: grpo, trust_region: {dual: 4.0}}"),
+        ("trl", f"loss_type: cispo, delta: 4.0, {SAPO}", "{preset: cispo}"),
+        ("trl", f"loss_type: sapo, delta: 4.0, {SAPO}", "{preset: sapo, trust_region: {tau_positive: 2.0, tau_negative: 3.0}}"),
         (
             "verl",
             "algorithm.rollout_correction: {rollout_is: sequence, rollout_is_threshold: 3.0, bypass_mode: false}",
@@ -175,8 +180,8 @@ TRUNCATED = "truncated_importance_sampling"
 )
 @pytest.mark.filterwarnings("ignore:objective.ratio.kind")
 def test_terms_of_other_losses_and_weights_for_their_samplers_are_kept(name: str, text: str, objective: str) -> None:
-    section, _, values = text.partition(": ")
-    for part in reversed(section.split(".")):
+    section, _, values = text.partition(": ") if name != "trl" else ("", "", f"{{{text}, reward_funcs: accuracy_reward}}")
+    for part in reversed(section.split(".") if section else ()):
         values = f"{{{part}: {values}}}"
     made, left = convert(name, values)
     result = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("objective.")]).objective
