@@ -408,6 +408,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "objective.advantage.kind": "group",
         "data.chat_template": True,  # its processors make a message of a prompt
         "reward.verifier": "math",
+        **_nemo_kl(read, result),
         **_nemo_mismatch(read, left),
         **_machines(
             read["cluster.num_nodes"],
@@ -440,6 +441,15 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["log.wandb.project"] = read.get("logger.wandb.project", "nemo-rl")
         made["log.wandb.name"] = read.get("logger.wandb.name")
     return made
+
+
+def _nemo_kl(read: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    if read.get("loss_fn.use_kl_in_reward"):  # the loss has none then
+        result.pop("objective.kl.coefficient", None)
+    if "objective.kl.coefficient" not in result:
+        return {}
+    # also without use_on_policy_kl_approximation the KL there has the gradient of the probability that sampled it
+    return {"objective.kl.weight": "importance", "objective.kl.estimator": read["loss_fn.reference_policy_kl_type"]}
 
 
 def _nemo_mismatch(read: Mapping[str, Any], left: list[str]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, low: float
 COV = "ppo_kl_coef: 0.2, kl_cov_ratio: 0.02, clip_cov_ratio: 0.001, clip_cov_lb: 2.0, clip_cov_ub: 4.0"
 CLIP_COV = "{preset: clip_cov, trust_region: {low: 0.2, high: 0.2, fraction: 0.001, cov_low: 2.0, cov_high: 4.0}}"
 SAPO = "sapo_temperature_pos: 2.0, sapo_temperature_neg: 3.0, vllm_importance_sampling_correction: false"
-WEIGHTS = "use_importance_sampling_correction: true"
+WEIGHTS = "use_importance_sampling_correction: true, reference_policy_kl_penalty: 0"
 TRUNCATED = "truncated_importance_sampling"
 
 
@@ -161,6 +161,12 @@ TRUNCATED = "truncated_importance_sampling"
             "algorithm.rollout_correction: {rollout_is: token, rollout_is_threshold: 0.5_2.0}",
             "{preset: dapo, trust_region: {high: 0.2, dual: 3.0}, mismatch: {kind: mask, low: 0.5, high: 2.0}}",
         ),
+        (
+            "nemo-rl",
+            "loss_fn: {reference_policy_kl_type: k1, use_on_policy_kl_approximation: false}",
+            "{preset: dapo, trust_region: {high: 0.2}, kl: {coefficient: 0.01, estimator: k1, weight: importance}}",
+        ),
+        ("nemo-rl", "loss_fn: {use_kl_in_reward: true}", "{preset: dapo, trust_region: {high: 0.2}}"),
         (
             "nemo-rl",
             f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_type: icepop, {TRUNCATED}_ratio_min: 0.4, {TRUNCATED}_ratio: 5}}",
@@ -204,6 +210,7 @@ def test_what_other_trainers_optimize_with_is_kept() -> None:
     nemo, left = convert("nemo-rl", f"policy: {{megatron_cfg: {adam}}}")
     assert (nemo["optimizer.betas"], nemo["optimizer.eps"]) == ([0.9, 0.999], 1e-9)
     assert not any("adam" in sentence for sentence in left)
+    assert any("use_leave_one_out_baseline = true" in sentence for sentence in left)  # as NeMo-RL does without the key
 
 
 @pytest.mark.parametrize(
