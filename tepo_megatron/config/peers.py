@@ -268,8 +268,11 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         made["objective.trust_region.tau_negative"] = read.get("sapo_temperature_neg")
     if read.get("vllm_importance_sampling_correction", True):
         level, _, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
-        cap = float(read.get("vllm_importance_sampling_cap", 3.0))
-        bounds = {"cap": cap} if kind == "truncate" else {"low": 0.0, "high": cap}
+        cap, low = (read.get(f"vllm_importance_sampling_{name}") for name in ("cap", "clip_min"))  # cap: of older versions
+        high = float(read.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap)
+        bounds = {"cap": high} if kind == "truncate" else {"low": float(low or 0), "high": high}
+        if low and kind == "truncate":
+            left.append(f"vllm_importance_sampling_clip_min = {low}: weights that are truncated have no lower bound here")
         made["objective.mismatch"] = {"kind": kind, "level": level, **bounds}
     if read.get("use_peft"):
         names = ("rank", "lora_r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("target_modules", "lora_target_modules")

@@ -133,6 +133,8 @@ def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, low: float
 
 COV = "ppo_kl_coef: 0.2, kl_cov_ratio: 0.02, clip_cov_ratio: 0.001, clip_cov_lb: 2.0, clip_cov_ub: 4.0"
 CLIP_COV = "{preset: clip_cov, trust_region: {low: 0.2, high: 0.2, fraction: 0.001, cov_low: 2.0, cov_high: 4.0}}"
+VLLM = "vllm_importance_sampling"
+MASKED = "{{preset: dapo, trust_region: {{high: 0.2}}, mismatch: {{kind: mask, level: sequence, low: {}, high: {}}}}}"
 SAPO = "sapo_temperature_pos: 2.0, sapo_temperature_neg: 3.0, vllm_importance_sampling_correction: false"
 WEIGHTS = "use_importance_sampling_correction: true, reference_policy_kl_penalty: 0"
 TRUNCATED = "truncated_importance_sampling"
@@ -148,6 +150,8 @@ TRUNCATED = "truncated_importance_sampling"
             "{preset: kl_cov, kl_cov: {coefficient: 0.2, fraction: 0.02}}",
         ),
         ("verl", f"actor_rollout_ref.actor.policy_loss: {{loss_mode: clip_cov, {COV}}}", CLIP_COV),
+        ("trl", f"{VLLM}_cap: 2.0, {VLLM}_clip_max: 4.0", MASKED.format(0.0, 2.0)),
+        ("trl", f"{VLLM}_clip_max: 4.0, {VLLM}_clip_min: 0.5", MASKED.format(0.5, 4.0)),
         ("trl", f"loss_type: grpo, delta: 4.0, {SAPO}", "{preset: grpo, trust_region: {dual: 4.0}}"),
         ("trl", f"loss_type: cispo, delta: 4.0, {SAPO}", "{preset: cispo}"),
         ("trl", f"loss_type: sapo, delta: 4.0, {SAPO}", "{preset: sapo, trust_region: {tau_positive: 2.0, tau_negative: 3.0}}"),
@@ -211,6 +215,9 @@ def test_what_other_trainers_optimize_with_is_kept() -> None:
     assert (nemo["optimizer.betas"], nemo["optimizer.eps"]) == ([0.9, 0.999], 1e-9)
     assert not any("adam" in sentence for sentence in left)
     assert any("use_leave_one_out_baseline = true" in sentence for sentence in left)  # as NeMo-RL does without the key
+    trl, left = convert("trl", "{vllm_importance_sampling_mode: token_truncate, vllm_importance_sampling_clip_min: 0.5}")
+    assert (trl["objective.mismatch"]["cap"], trl["rollout.sampling.max_new_tokens"]) == (3.0, 512)
+    assert any("clip_min = 0.5: weights that are truncated have no lower bound" in sentence for sentence in left)
 
 
 @pytest.mark.parametrize(
