@@ -176,17 +176,22 @@ def _whole(value: float, what: str) -> int:
 
 
 def _machines(
-    nodes: int, gpus: int, split: tuple[int, int, int], placement: str, result: Mapping[str, Any], left: list[str]
+    nodes: int, gpus: int, split: tuple[int, int, int], result: Mapping[str, Any], left: list[str], sampling: int = 0
 ) -> dict[str, Any]:
-    """``split`` has tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own."""
+    """``split`` has tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own: ``sampling``,
+    or at most half of them, so that whole copies of the model remain; or else as many more.
+    """
     tp, pp, cp = split
     served, train_nodes, rollout_nodes = int(result.get("rollout.server.tp", 1)), nodes, 0
     if nodes > 1:
-        rollout_nodes, train_nodes = nodes // 2, nodes - nodes // 2
+        possible = (some for some in range(nodes // 2, 0, -1) if (nodes - some) * gpus % (tp * pp * cp) == 0)
+        taken = sampling or next(possible, 0)
+        rollout_nodes, train_nodes = taken or nodes // 2, nodes - taken
+    if nodes > 1 and not sampling:
         left.append(f"{nodes} nodes share trainer and servers there; here {train_nodes} train and {rollout_nodes} sample")
     world = train_nodes * gpus
     dp = _whole(world / (tp * pp * cp), f"{world} GPUs over tp × pp × cp = {tp} × {pp} × {cp}, the data-parallel size,")
-    shared = nodes == 1 and placement == "colocated"
+    shared = nodes == 1 and result.get("rollout.server.placement", "colocated") == "colocated"
     count = (world if shared else rollout_nodes * gpus) // served
     return {
         "engine.platform": "cuda",
@@ -249,7 +254,7 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         "train.save_every": every("save_steps", "train.save_every"),
         "evaluate.every": every("eval_steps", "evaluate.every"),
         "optimizer.betas": [read["adam_beta1"], read["adam_beta2"]],
-        **_machines(1, read["num_processes"], (1, 1, 1), result.get("rollout.server.placement", "colocated"), result, left),
+        **_machines(1, read["num_processes"], (1, 1, 1), result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
     }
     name = "warmup_steps" if read.get("warmup_steps") else "warmup_ratio"
@@ -327,7 +332,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         # TRL's has no lower bound, and 1 or more bounds nothing in verl's
         **({"objective.trust_region.low": low} if preset == "cispo" and low < 1 else {}),
         **_verl_terms(read, actor, preset),
-        **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, "colocated", result, left),  # type: ignore[arg-type]
+        **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, result, left),  # type: ignore[arg-type]
     }
     if actor.get("megatron.sequence_parallel") is False:
         made["engine.parallel.sequence_parallel"] = False
@@ -398,6 +403,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     split = split if megatron or split[0] > 1 else _instead_of_fsdp(result, left)
     drawn = read["grpo.num_prompts_per_step"] * read["grpo.num_generations_per_prompt"]
     updates = _whole(drawn / read["policy.train_global_batch_size"], "a step's samples over policy.train_global_batch_size")
+    apart = "policy.generation.colocated.resources."
     optimizer = "policy.megatron_cfg.optimizer." if megatron else "policy.optimizer.kwargs."
     longest, new = read.get("policy.max_total_sequence_length"), read.get("policy.generation.max_new_tokens")
     made: dict[str, Any] = {
@@ -417,9 +423,9 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
             read["cluster.num_nodes"],
             read["cluster.gpus_per_node"],
             split,  # type: ignore[arg-type]
-            result.get("rollout.server.placement", "colocated"),
             result,
             left,
+            read.get(f"{apart}num_nodes") or 0 if result.get("rollout.server.placement") == "local" else 0,
         ),
     }
     without_itself = read.get("grpo.use_leave_one_out_baseline")

@@ -287,6 +287,31 @@ def test_servers_without_a_place_share_the_trainers_gpus(name: str, text: str) -
     assert convert(name, text)[0]["rollout.server.placement"] == "colocated"
 
 
+SIZES = "tensor_model_parallel_size: 4, pipeline_model_parallel_size: {}"
+SPLIT = f"rollout: {{{{tensor_model_parallel_size: 2}}}}, actor: {{{{strategy: megatron, megatron: {{{{{SIZES}}}}}}}}}"
+NODES = f"trainer: {{{{nnodes: {{}}}}}}, actor_rollout_ref: {{{{{SPLIT}}}}}"
+APART = "cluster: {{num_nodes: {}}}, policy: {{generation: {{colocated: {{enabled: false, resources: {{{}}}}}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "nodes", "dp", "servers", "said"),
+    [
+        ("verl", NODES.format(2, 4), (2, 1), 1, 4, True),
+        ("verl", NODES.format(5, 4), (4, 1), 2, 4, True),
+        ("verl", NODES.format(5, 2), (3, 2), 3, 8, True),
+        ("nemo-rl", APART.format(4, "num_nodes: 1"), (3, 1), 24, 8, False),
+    ],
+)
+def test_nodes_that_sample_leave_whole_copies_of_the_model(
+    name: str, text: str, nodes: tuple[int, int], dp: int, servers: int, said: bool
+) -> None:
+    made, left = convert(name, f"{{{text}}}")
+    assert (made["cluster.train_nodes"], made["cluster.rollout_nodes"]) == nodes
+    assert (made["engine.parallel.dp"], made["rollout.server.count"], made["cluster.gpus_per_node"]) == (dp, servers, 8)
+    assert any("share trainer and servers" in sentence for sentence in left) == said
+    assert not any("resources" in sentence for sentence in left)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "field"),
     [
