@@ -176,23 +176,26 @@ def _whole(value: float, what: str) -> int:
 
 
 def _machines(
-    nodes: int, gpus: int, split: tuple[int, int, int], result: Mapping[str, Any], left: list[str], sampling: int = 0
+    nodes: int, gpus: int, split: tuple[int, ...], result: Mapping[str, Any], left: list[str], apart: tuple[int, ...] = (0, 0)
 ) -> dict[str, Any]:
-    """``split`` has tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own: ``sampling``,
-    or at most half of them, so that whole copies of the model remain; or else as many more.
+    """``split`` has tp, pp and cp of the trainer. Servers share its GPUs on one node, or have nodes of their own: at most half
+    of them, so that whole copies of the model remain, or else as many more. ``apart``: nodes, or GPUs of one, that only sample.
     """
     tp, pp, cp = split
     served, train_nodes, rollout_nodes = int(result.get("rollout.server.tp", 1)), nodes, 0
+    sampling, beside = apart[0], apart[1] or served
     if nodes > 1:
         possible = (some for some in range(nodes // 2, 0, -1) if (nodes - some) * gpus % (tp * pp * cp) == 0)
         taken = sampling or next(possible, 0)
         rollout_nodes, train_nodes = taken or nodes // 2, nodes - taken
-    if nodes > 1 and not sampling:
-        left.append(f"{nodes} nodes share trainer and servers there; here {train_nodes} train and {rollout_nodes} sample")
+        shares = f"{nodes} nodes share trainer and servers there; here {train_nodes} train and {rollout_nodes} sample"
+        left += [] if sampling else [shares]
+    else:
+        gpus -= apart[1]
     world = train_nodes * gpus
     dp = _whole(world / (tp * pp * cp), f"{world} GPUs over tp × pp × cp = {tp} × {pp} × {cp}, the data-parallel size,")
     shared = nodes == 1 and result.get("rollout.server.placement", "colocated") == "colocated"
-    count = (world if shared else rollout_nodes * gpus) // served
+    count = (world if shared else rollout_nodes * gpus if nodes > 1 else beside) // served
     return {
         "engine.platform": "cuda",
         **{f"engine.parallel.{name}": size for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("dp", dp))},
@@ -200,7 +203,7 @@ def _machines(
         "optimizer.distributed": dp * cp > 1,
         "cluster.train_nodes": train_nodes,
         "cluster.rollout_nodes": rollout_nodes,
-        "cluster.gpus_per_node": gpus if nodes > 1 or shared else gpus + served,
+        "cluster.gpus_per_node": gpus if nodes > 1 or shared else gpus + beside,
         "rollout.server.placement": "colocated" if shared else "local" if nodes == 1 else "external",
         "rollout.server.registry": None if nodes == 1 else f"{result.get('output', 'out/run')}/servers",
         "rollout.server.count": max(1, count),
@@ -332,7 +335,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         # TRL's has no lower bound, and 1 or more bounds nothing in verl's
         **({"objective.trust_region.low": low} if preset == "cispo" and low < 1 else {}),
         **_verl_terms(read, actor, preset),
-        **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, result, left),  # type: ignore[arg-type]
+        **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, result, left),
     }
     if actor.get("megatron.sequence_parallel") is False:
         made["engine.parallel.sequence_parallel"] = False
@@ -403,7 +406,9 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     split = split if megatron or split[0] > 1 else _instead_of_fsdp(result, left)
     drawn = read["grpo.num_prompts_per_step"] * read["grpo.num_generations_per_prompt"]
     updates = _whole(drawn / read["policy.train_global_batch_size"], "a step's samples over policy.train_global_batch_size")
-    apart = "policy.generation.colocated.resources."
+    apart: tuple[int, ...] = (0, 0)
+    if result.get("rollout.server.placement") == "local":
+        apart = tuple(read.get(f"policy.generation.colocated.resources.{name}") or 0 for name in ("num_nodes", "gpus_per_node"))
     optimizer = "policy.megatron_cfg.optimizer." if megatron else "policy.optimizer.kwargs."
     longest, new = read.get("policy.max_total_sequence_length"), read.get("policy.generation.max_new_tokens")
     made: dict[str, Any] = {
@@ -419,14 +424,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "reward.verifier": "math",
         **_nemo_kl(read, result),
         **_nemo_mismatch(read, left),
-        **_machines(
-            read["cluster.num_nodes"],
-            read["cluster.gpus_per_node"],
-            split,  # type: ignore[arg-type]
-            result,
-            left,
-            read.get(f"{apart}num_nodes") or 0 if result.get("rollout.server.placement") == "local" else 0,
-        ),
+        **_machines(read["cluster.num_nodes"], read["cluster.gpus_per_node"], split, result, left, apart),
     }
     without_itself = read.get("grpo.use_leave_one_out_baseline")
     if not read.get("grpo.normalize_rewards", True):

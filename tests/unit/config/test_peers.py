@@ -299,7 +299,8 @@ APART = "cluster: {{num_nodes: {}}}, policy: {{generation: {{colocated: {{enable
         ("verl", NODES.format(2, 4), (2, 1), 1, 4, True),
         ("verl", NODES.format(5, 4), (4, 1), 2, 4, True),
         ("verl", NODES.format(5, 2), (3, 2), 3, 8, True),
-        ("nemo-rl", APART.format(4, "num_nodes: 1"), (3, 1), 24, 8, False),
+        ("nemo-rl", APART.format(4, "num_nodes: 1, gpus_per_node: 8"), (3, 1), 24, 8, False),
+        ("nemo-rl", APART.format(1, "gpus_per_node: 3"), (1, 0), 5, 3, False),
     ],
 )
 def test_nodes_that_sample_leave_whole_copies_of_the_model(
