@@ -185,7 +185,9 @@ def _machines(
     served, train_nodes, rollout_nodes = int(result.get("rollout.server.tp", 1)), nodes, 0
     sampling, beside = apart[0], apart[1] or served
     if nodes > 1:
-        possible = (some for some in range(nodes // 2, 0, -1) if (nodes - some) * gpus % (tp * pp * cp) == 0)
+        experts = result.get("engine.parallel.ep", 1) * result.get("engine.parallel.etp", tp)
+        whole = math.lcm(tp * cp, experts) * pp
+        possible = (some for some in range(nodes // 2, 0, -1) if (nodes - some) * gpus % whole == 0)
         taken = sampling or next(possible, 0)
         rollout_nodes, train_nodes = taken or nodes // 2, nodes - taken
         shares = f"{nodes} nodes share trainer and servers there; here {train_nodes} train and {rollout_nodes} sample"
@@ -310,10 +312,8 @@ def _unknown_verifier(name: str, left: list[str]) -> dict[str, Any]:
 def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
     actor = {key.removeprefix(_ACTOR): value for key, value in read.items() if key.startswith(_ACTOR)}
     batch, mini = read["data.train_batch_size"], actor["ppo_mini_batch_size"]
-    updates, steps = (
-        _whole(batch / mini, "data.train_batch_size over ppo_mini_batch_size"),
-        read.get("trainer.total_training_steps"),
-    )
+    updates = _whole(batch / mini, "data.train_batch_size over ppo_mini_batch_size")
+    steps = read.get("trainer.total_training_steps")
     split = tuple(
         int(actor.get(f"megatron.{name}_parallel_size") or 1) for name in ("tensor_model", "pipeline_model", "context")
     )
@@ -404,6 +404,8 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     names = sizes if megatron else ("tensor_parallel_size", "", "context_parallel_size")
     split = tuple(int(read.get(f"{part}{name}") or 1) for name in names)
     split = split if megatron or split[0] > 1 else _instead_of_fsdp(result, left)
+    for name in [] if megatron else [name for name in result if name.startswith("engine.parallel.")]:
+        del result[name]  # of the section that is off
     drawn = read["grpo.num_prompts_per_step"] * read["grpo.num_generations_per_prompt"]
     updates = _whole(drawn / read["policy.train_global_batch_size"], "a step's samples over policy.train_global_batch_size")
     apart: tuple[int, ...] = (0, 0)
@@ -419,21 +421,13 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         "optimizer.eps": read.get(f"{optimizer}adam_eps" if megatron else f"{optimizer}eps"),
         "rollout.sampling.max_new_tokens": new,
         "engine.recompute": "full" if read.get(f"{part}activation_checkpointing") else None,
-        "objective.advantage.kind": "group",
         "data.chat_template": True,  # its processors make a message of a prompt
         "reward.verifier": "math",
-        **_nemo_kl(read, result),
+        **_nemo_advantage(read, result.get("objective.advantage.kind", "group"), left),
+        **_nemo_loss(read, result),
         **_nemo_mismatch(read, left),
         **_machines(read["cluster.num_nodes"], read["cluster.gpus_per_node"], split, result, left, apart),
     }
-    without_itself = read.get("grpo.use_leave_one_out_baseline")
-    if not read.get("grpo.normalize_rewards", True):
-        made["objective.advantage.kind"] = "leave_one_out" if without_itself else "no_std"
-    elif without_itself:
-        left.append(
-            "grpo.use_leave_one_out_baseline = true with normalize_rewards: here the group's mean and deviation include the "
-            "response itself (objective.advantage.kind = leave_one_out is without the deviation)"
-        )
     if megatron and (warmup := read.get("policy.megatron_cfg.scheduler.lr_warmup_iters")):
         made["optimizer.warmup_steps"] = updates * warmup
     if new is not None and longest is not None and new >= longest:  # prompts need room here
@@ -450,13 +444,31 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     return made
 
 
-def _nemo_kl(read: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+def _nemo_advantage(read: Mapping[str, Any], kind: str, left: list[str]) -> dict[str, Any]:
+    keys = ("normalize_rewards", "use_leave_one_out_baseline")  # older versions read them one level above
+    normalized, without_itself = (read.get(f"grpo.adv_estimator.{key}", read[f"grpo.{key}"]) for key in keys)
+    if kind == "whitened":
+        return {"objective.advantage.over": "tokens"}
+    if kind == "group" and not normalized:
+        kind = "leave_one_out" if without_itself else "no_std"
+    elif without_itself:
+        left.append(
+            "grpo.use_leave_one_out_baseline = true with normalize_rewards: here the group's mean and deviation include the "
+            "response itself (objective.advantage.kind = leave_one_out is without the deviation)"
+        )
+    return {"objective.advantage.kind": kind}
+
+
+def _nemo_loss(read: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    cispo = {"objective.preset": "cispo"} if read.get("loss_fn.use_cispo") else {}
+    if cispo and read["loss_fn.ratio_clip_min"] >= 1:  # which bounds nothing there
+        result.pop("objective.trust_region.low")
     if read.get("loss_fn.use_kl_in_reward"):  # the loss has none then
         result.pop("objective.kl.coefficient", None)
     if "objective.kl.coefficient" not in result:
-        return {}
+        return cispo
     # also without use_on_policy_kl_approximation the KL there has the gradient of the probability that sampled it
-    return {"objective.kl.weight": "importance", "objective.kl.estimator": read["loss_fn.reference_policy_kl_type"]}
+    return {**cispo, "objective.kl.weight": "importance", "objective.kl.estimator": read["loss_fn.reference_policy_kl_type"]}
 
 
 def _nemo_mismatch(read: Mapping[str, Any], left: list[str]) -> dict[str, Any]:

@@ -170,6 +170,11 @@ TRUNCATED = "truncated_importance_sampling"
             "loss_fn: {reference_policy_kl_type: k1, use_on_policy_kl_approximation: false}",
             "{preset: dapo, trust_region: {high: 0.2}, kl: {coefficient: 0.01, estimator: k1, weight: importance}}",
         ),
+        (
+            "nemo-rl",
+            "loss_fn: {use_cispo: true, ratio_clip_min: 1.0, ratio_clip_max: 3.0, reference_policy_kl_penalty: 0}",
+            "{preset: cispo, trust_region: {high: 3.0}}",
+        ),
         ("nemo-rl", "loss_fn: {use_kl_in_reward: true}", "{preset: dapo, trust_region: {high: 0.2}}"),
         (
             "nemo-rl",
@@ -252,6 +257,35 @@ def test_another_algorithm_of_verl_is_said(text: str, said: str) -> None:
     assert "objective.kl.coefficient" not in made
 
 
+EXPERTS = "pipeline_model_parallel_size: 2, expert_model_parallel_size: 4, expert_tensor_parallel_size: 1"
+FIRST = "num_layers_in_first_pipeline_stage: 5"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sizes"),
+    [
+        ("nemo-rl", f"policy: {{megatron_cfg: {{enabled: true, {EXPERTS}, {FIRST}}}}}", (4, 1, 5, None)),
+        ("nemo-rl", f"policy: {{megatron_cfg: {{enabled: false, {EXPERTS}}}}}", (None, None, None, None)),
+        (
+            "verl",
+            f"actor_rollout_ref: {{actor: {{strategy: megatron, megatron: {{{EXPERTS}, "
+            f"virtual_pipeline_model_parallel_size: 2, override_transformer_config: {{{FIRST}}}}}}}}}",
+            (4, 1, 5, 2),
+        ),
+    ],
+)
+def test_the_division_of_experts_and_stages_is_kept(name: str, text: str, sizes: tuple[int | None, ...]) -> None:
+    made = convert(name, text)[0]
+    assert tuple(made.get(f"engine.parallel.{size}") for size in ("ep", "etp", FIRST.partition(":")[0], "vpp")) == sizes
+
+
+def test_data_of_nemo_rl_is_found_in_both_of_its_places() -> None:
+    new = "{data: {train: {data_path: a.json, input_key: question, output_key: y}, validation: {data_path: b.json}}}"
+    old = "{data: {train_data_path: a.json, val_data_path: b.json, input_key: question, output_key: y}}"
+    expected, made = convert("nemo-rl", old)[0], convert("nemo-rl", new)[0]
+    assert (made["data.train"], made["data.heldout"], made) == ("a.json", "b.json", expected)
+
+
 def test_a_list_of_files_is_a_list_of_sources() -> None:
     made, left = convert("verl", "data: {train_files: [a.parquet, b.parquet]}")
     config = load_run(None, [f"data.train={made['data.train']}", "evaluate.every=0"])
@@ -273,10 +307,22 @@ def test_all_linear_is_spelled_as_in_peft() -> None:
     assert lora.target_modules == ("all-linear",)
 
 
-@pytest.mark.parametrize(("normalized", "kind", "said"), [("true", "group", True), ("false", "leave_one_out", False)])
-def test_a_baseline_without_the_response_itself_is_kept_or_said(normalized: str, kind: str, said: bool) -> None:
-    made, left = convert("nemo-rl", f"grpo: {{use_leave_one_out_baseline: true, normalize_rewards: {normalized}}}")
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("use_leave_one_out_baseline: true, normalize_rewards: true", "group", True),
+        ("use_leave_one_out_baseline: true, normalize_rewards: false", "leave_one_out", False),
+        ("use_leave_one_out_baseline: false, adv_estimator: {name: grpo, normalize_rewards: false}", "no_std", False),
+        ("adv_estimator: {name: grpo, normalize_rewards: false}", "leave_one_out", False),
+        ("adv_estimator: {name: gdpo, use_leave_one_out_baseline: false}", "gdpo", False),
+        ("adv_estimator: {name: reinforce_plus_plus}", "whitened", False),
+    ],
+)
+def test_an_advantage_of_nemo_rl_is_kept_or_said(text: str, kind: str, said: bool) -> None:
+    made, left = convert("nemo-rl", f"grpo: {{{text}}}")
     assert (made["objective.advantage.kind"], made["data.chat_template"]) == (kind, True)
+    assert made.get("objective.advantage.over") == ("tokens" if kind == "whitened" else None)
+    assert not any("corresponds" in sentence for sentence in left)
     assert any("use_leave_one_out_baseline" in sentence for sentence in left) == said
 
 
@@ -299,6 +345,7 @@ APART = "cluster: {{num_nodes: {}}}, policy: {{generation: {{colocated: {{enable
         ("verl", NODES.format(2, 4), (2, 1), 1, 4, True),
         ("verl", NODES.format(5, 4), (4, 1), 2, 4, True),
         ("verl", NODES.format(5, 2), (3, 2), 3, 8, True),
+        ("verl", NODES.format(5, "2, expert_model_parallel_size: 2, expert_tensor_parallel_size: 4"), (4, 1), 4, 4, True),
         ("nemo-rl", APART.format(4, "num_nodes: 1, gpus_per_node: 8"), (3, 1), 24, 8, False),
         ("nemo-rl", APART.format(1, "gpus_per_node: 3"), (1, 0), 5, 3, False),
     ],
