@@ -364,10 +364,11 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["model.lora.alpha"] = read.get("actor_rollout_ref.model.lora_alpha", 16)
     if "trainer.logger" in read:
         made |= _loggers(read["trainer.logger"], read.get("trainer.project_name", "verl"))
-    custom = read.get("custom_reward_function.path")
+    places = ("reward.custom_reward_function", "custom_reward_function")  # the second of older versions
+    custom = next((place for place in places if read.get(f"{place}.path")), None)
     made["data.fields.answer"] = "reward_model.ground_truth"
     if custom:
-        made["reward.verifier"] = f"{custom}:{read.get('custom_reward_function.name') or 'compute_score'}"
+        made["reward.verifier"] = f"{read[f'{custom}.path']}:{read.get(f'{custom}.name') or 'compute_score'}"
         left.append("custom_reward_function: its function must take (problem, response), docs/guides/rewards.md")
     else:
         left.append("custom_reward_function: without one verl chooses a reward by data_source; last_number or math may do")

@@ -286,6 +286,14 @@ def test_data_of_nemo_rl_is_found_in_both_of_its_places() -> None:
     assert (made["data.train"], made["data.heldout"], made) == ("a.json", "b.json", expected)
 
 
+@pytest.mark.parametrize(("name", "function"), [(", name: f", "f"), ("", "compute_score")])
+@pytest.mark.parametrize("place", ["custom_reward_function: {}", "reward: {{custom_reward_function: {}}}"])
+def test_a_reward_function_of_verl_is_the_verifier(place: str, name: str, function: str) -> None:
+    made, left = convert("verl", f"{{{place.format(f'{{path: my.py{name}}}')}}}")
+    assert made["reward.verifier"] == f"my.py:{function}"
+    assert not any("corresponds" in sentence or "default_compute_score" in sentence for sentence in left)
+
+
 def test_a_list_of_files_is_a_list_of_sources() -> None:
     made, left = convert("verl", "data: {train_files: [a.parquet, b.parquet]}")
     config = load_run(None, [f"data.train={made['data.train']}", "evaluate.every=0"])
