@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,20 @@ def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> st
     below = [_parsed(read_peer_file(name, parent, (*children, file.resolve()))) for parent in parents]
     if wrong := [parent for parent, content in zip(parents, below, strict=True) if not isinstance(content, DictConfig)]:
         raise ValueError(f"{wrong[0]} has no settings, and {file} names it in defaults; correct one of the two")
-    return OmegaConf.to_yaml(OmegaConf.merge(*below, raw))
+    try:
+        return OmegaConf.to_yaml(reduce(_over, [OmegaConf.create({}), *below, raw]))
+    except (TypeError, OmegaConfBaseException) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{file} and the files of its defaults do not fit together ({said}); correct one of them") from error
+
+
+def _over(below: Any, above: Any) -> Any:
+    """A section of ``above`` with ``_override_`` replaces the one below; others are merged."""
+    sections: Any = OmegaConf.to_container(above)
+    for name, section in sections.items():
+        if isinstance(section, dict) and section.pop("_override_", False):
+            below.pop(name, None)
+    return OmegaConf.merge(below, sections)
 
 
 def _parsed(text: str) -> DictConfig | ListConfig:
@@ -92,10 +105,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     peer, left = peers()[name], list[str]()
     written = _resolved(text, left)
     if written and not any(part in peer.keys for key in written for part in (key, *_parents(key))):
-        raise ValueError(
-            f"the file has no setting of {peer.title}; give {peer.reads or f'the YAML that {peer.title} reads'}. A script that "
-            "starts it with settings is none"
-        )
+        raise ValueError(f"the file has no setting of {peer.title}; give {peer.reads}, not a script that starts it")
     read = {**peer.defaults, **{key: value for key, value in written.items() if value is not None}}
     result: dict[str, Any] = {}
     for key, value in read.items():
@@ -295,9 +305,8 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
 
 def _reward(names: Any, left: list[str]) -> dict[str, Any]:
     listed = [names] if isinstance(names, str) else list(names or ())
-    left += [
-        f"reward_funcs: {name}: write it as a verifier, docs/guides/rewards.md" for name in listed if name != "accuracy_reward"
-    ]
+    others = (name for name in listed if name != "accuracy_reward")
+    left += [f"reward_funcs: {name}: write it as a verifier, docs/guides/rewards.md" for name in others]
     if "accuracy_reward" in listed:
         return {"reward.verifier": "math"}
     return _unknown_verifier(str(listed[0]) if listed else "reward_funcs", left)
@@ -314,14 +323,12 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     batch, mini = read["data.train_batch_size"], actor["ppo_mini_batch_size"]
     updates = _whole(batch / mini, "data.train_batch_size over ppo_mini_batch_size")
     steps = read.get("trainer.total_training_steps")
-    split = tuple(
-        int(actor.get(f"megatron.{name}_parallel_size") or 1) for name in ("tensor_model", "pipeline_model", "context")
-    )
+    sizes = (f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+    split = tuple(int(actor.get(size) or 1) for size in sizes)
     if actor.get("strategy") != "megatron":
         split = _instead_of_fsdp(result, left)
-    low, high = actor.get("clip_ratio_low"), actor.get("clip_ratio_high")
     usual, dual = actor["clip_ratio"], actor["clip_ratio_c"]
-    low, high = (usual if bound is None else bound for bound in (low, high))
+    low, high = (usual if (bound := actor.get(f"clip_ratio_{end}")) is None else bound for end in ("low", "high"))
     preset = result.get("objective.preset")
     if preset in ("gspo", "gmpo", "sapo"):  # verl's have one aggregation, whatever loss_agg_mode says, and no dual clip
         result.pop("objective.aggregation.kind", None)
@@ -432,10 +439,8 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if megatron and (warmup := read.get("policy.megatron_cfg.scheduler.lr_warmup_iters")):
         made["optimizer.warmup_steps"] = updates * warmup
     if new is not None and longest is not None and new >= longest:  # prompts need room here
-        made["rollout.sampling.max_new_tokens"] = longest - min(
-            longest // 2, result.pop("data.max_prompt_tokens", None) or longest
-        )
-        made["data.max_prompt_tokens"] = longest - made["rollout.sampling.max_new_tokens"]
+        prompt = min(longest // 2, result.pop("data.max_prompt_tokens", None) or longest)
+        made |= {"rollout.sampling.max_new_tokens": longest - prompt, "data.max_prompt_tokens": prompt}
         left.append(f"policy.generation.max_new_tokens = {new} is the whole context; here half of it is the prompt's")
     if read.get("grpo.async_grpo.enabled"):
         made["train.max_staleness"] = read.get("grpo.async_grpo.max_trajectory_age_steps", 1)

@@ -404,6 +404,13 @@ def test_a_file_that_names_its_parents_has_their_settings(tmp_path: Path) -> Non
     made, left = convert("nemo-rl", read_peer_file("nemo-rl", child))
     assert (made["train.steps"], made["rollout.prompts_per_step"], made["train.minibatches"]) == (7, 8, 1)
     assert not any("defaults" in sentence for sentence in left)
+    child.write_text("{defaults: parent.yaml, grpo: {_override_: true, num_prompts_per_step: 64}}")
+    made, left = convert("nemo-rl", read_peer_file("nemo-rl", child))
+    assert (made["rollout.prompts_per_step"], "train.steps" in made) == (64, False)
+    assert not any("override" in sentence for sentence in left)
+    child.write_text("{defaults: parent.yaml, grpo: [1]}")
+    with pytest.raises(ValueError, match=r"child\.yaml and the files of its defaults do not fit together"):
+        read_peer_file("nemo-rl", child)
     child.write_text("{defaults: gone.yaml, policy: {train_global_batch_size: 512}}")
     assert any("its files are not beside this one" in text for text in convert("nemo-rl", read_peer_file("nemo-rl", child))[1])
     for content, said in (("{defaults: child.yaml}", "its own parent"), ("{defaults: list.yaml}", "has no settings")):
