@@ -75,7 +75,8 @@ def _convert(name: str, file: Path) -> None:
     except ConfigError as error:
         raise ConfigError(str(file), error.problems) from error
     left.append("settings that equal a default here are left out: tepo config show FILE has all")
-    echo("".join(f"# {sentence}\n" for sentence in left) + dump_diff(config).rstrip("\n"))
+    comments = (" ".join(sentence.splitlines()) for sentence in left)  # their file's text must not become ours
+    echo("".join(f"# {comment}\n" for comment in comments) + dump_diff(config).rstrip("\n"))
 
 
 def _add_converter(name: str, what: str, example: str) -> None:

@@ -429,6 +429,14 @@ def test_a_text_of_another_trainer_is_the_same_here(tmp_path: Path) -> None:
     assert load_run(tmp_path / "run.yaml").output == tmp_path / "out/🙂"
 
 
+def test_a_text_of_another_trainer_sets_nothing_else(tmp_path: Path) -> None:
+    name, key = r"x\ncluster: {setup: [touch evil]}\n#", r"a\nseed: 7\n#"
+    (tmp_path / "grpo.yaml").write_text(f'{{reward_funcs: [accuracy_reward, "{name}"], "{key}": 1}}')
+    (tmp_path / "run.yaml").write_text(invoke("config", "from-trl", tmp_path / "grpo.yaml").stdout)
+    config, usual = load_run(tmp_path / "run.yaml"), load_run(None)
+    assert (config.cluster.setup, config.seed) == (usual.cluster.setup, usual.seed)
+
+
 def test_a_problem_of_a_converted_file_names_it(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("{use_peft: true, lora_r: 0}")
     assert f"{tmp_path}/grpo.yaml: 1 problem" in invoke("config", "from-trl", tmp_path / "grpo.yaml", code=1).output
