@@ -327,6 +327,8 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     split = tuple(int(actor.get(size) or 1) for size in sizes)
     if actor.get("strategy") != "megatron":
         split = _instead_of_fsdp(result, left)
+    else:  # enable_gradient_checkpointing is FSDP's
+        result["engine.recompute"] = actor.get("megatron.override_transformer_config.recompute_granularity") or "none"
     usual, dual = actor["clip_ratio"], actor["clip_ratio_c"]
     low, high = (usual if (bound := actor.get(f"clip_ratio_{end}")) is None else bound for end in ("low", "high"))
     preset = result.get("objective.preset")
@@ -343,15 +345,13 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         **({"objective.trust_region.low": low} if preset == "cispo" and low < 1 else {}),
         **_verl_terms(read, actor, preset),
         **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, result, left),
+        **({"engine.parallel.sequence_parallel": False} if actor.get("megatron.sequence_parallel") is False else {}),
     }
-    if actor.get("megatron.sequence_parallel") is False:
-        made["engine.parallel.sequence_parallel"] = False
     warmup, ratio = actor.get("optim.lr_warmup_steps") or -1, actor.get("optim.lr_warmup_steps_ratio") or 0
-    if warmup <= 0 and ratio:
-        if steps:
-            warmup = math.ceil(ratio * steps)
-        else:
-            left.append(f"optim.lr_warmup_steps_ratio = {ratio} is of a total not given; set optimizer.warmup_steps")
+    if warmup <= 0 and ratio and steps:
+        warmup = math.ceil(ratio * steps)
+    elif warmup <= 0 and ratio:
+        left.append(f"optim.lr_warmup_steps_ratio = {ratio} is of a total not given; set optimizer.warmup_steps")
     if warmup > 0:
         made["optimizer.warmup_steps"] = updates * actor.get("ppo_epochs", 1) * warmup
     if actor.get("use_kl_loss"):
@@ -445,8 +445,8 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if read.get("grpo.async_grpo.enabled"):
         made["train.max_staleness"] = read.get("grpo.async_grpo.max_trajectory_age_steps", 1)
     if read.get("logger.wandb_enabled"):
-        made["log.wandb.project"] = read.get("logger.wandb.project", "nemo-rl")
-        made["log.wandb.name"] = read.get("logger.wandb.name")
+        project, run = read.get("logger.wandb.project", "nemo-rl"), read.get("logger.wandb.name")
+        made |= {"log.wandb.project": project, "log.wandb.name": run}
     return made
 
 

@@ -215,6 +215,10 @@ def test_what_other_trainers_optimize_with_is_kept() -> None:
     assert (
         convert("verl", "algorithm: {adv_estimator: reinforce_plus_plus_baseline}")[0]["objective.advantage.over"] == "tokens"
     )
+    assert (verl["rollout.server.tp"], verl["rollout.server.gpu_memory_utilization"]) == (2, 0.5)
+    for text, recompute in (("", "none"), ("override_transformer_config: {recompute_granularity: selective}", "selective")):
+        made = convert("verl", f"{{actor_rollout_ref: {{actor: {{strategy: megatron, megatron: {{{text}}}}}}}}}")[0]
+        assert (verl["engine.recompute"], made["engine.recompute"]) == ("full", recompute)
     adam = "{enabled: true, optimizer: {adam_beta1: 0.9, adam_beta2: 0.999, adam_eps: 1.0e-9}}"
     nemo, left = convert("nemo-rl", f"policy: {{megatron_cfg: {adam}}}")
     assert (nemo["optimizer.betas"], nemo["optimizer.eps"]) == ([0.9, 0.999], 1e-9)
