@@ -111,9 +111,11 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     for key, value in read.items():
         entry = peer.keys.get(key)
         if entry is None or (entry.note and value not in entry.unless):
-            section = next((peer.keys[part] for part in _parents(key) if part in peer.keys), None)
-            why = (entry or section or _Key(())).note or "nothing here corresponds"
-            left += [f"{key} = {_show(value)}: {why}"] if key in written else []
+            section = next((part for part in _parents(key) if entry is None and part in peer.keys), "")
+            off = entry is None and (key.endswith("_target_") or value is False or value in ("", [], {}))
+            why = (entry or peer.keys.get(section) or _Key(())).note or "nothing here corresponds"
+            sentence = f"{section or f'{key} = {_show(value)}'}: {why}"
+            left += [sentence] if key in written and not off and sentence not in left else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:
             _put(result, key, entry, value, peer.defaults.get(key), left)
     try:
@@ -160,7 +162,7 @@ def _resolved(text: str, left: list[str]) -> dict[str, Any]:
     for key, value in flat(raw).items():
         if isinstance(value, str) and "${" in value:
             try:
-                if ":" in value:
+                if ":" in value.replace("${oc.select:", ""):  # which names a key, as ${data.seed} does
                     raise ValueError("it is computed; write the number")
                 value = OmegaConf.select(whole, key, throw_on_resolution_failure=True)
             except (OmegaConfBaseException, ValueError) as error:
@@ -320,9 +322,8 @@ def _unknown_verifier(name: str, left: list[str]) -> dict[str, Any]:
 
 def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
     actor = {key.removeprefix(_ACTOR): value for key, value in read.items() if key.startswith(_ACTOR)}
-    batch, mini = read["data.train_batch_size"], actor["ppo_mini_batch_size"]
-    updates = _whole(batch / mini, "data.train_batch_size over ppo_mini_batch_size")
-    steps = read.get("trainer.total_training_steps")
+    batch, steps = read["data.train_batch_size"], read.get("trainer.total_training_steps")
+    updates = _whole(batch / actor["ppo_mini_batch_size"], "data.train_batch_size over ppo_mini_batch_size")
     sizes = (f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
     split = tuple(int(actor.get(size) or 1) for size in sizes)
     if actor.get("strategy") != "megatron":

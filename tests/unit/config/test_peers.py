@@ -134,10 +134,18 @@ def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, low: float
 COV = "ppo_kl_coef: 0.2, kl_cov_ratio: 0.02, clip_cov_ratio: 0.001, clip_cov_lb: 2.0, clip_cov_ub: 4.0"
 CLIP_COV = "{preset: clip_cov, trust_region: {low: 0.2, high: 0.2, fraction: 0.001, cov_low: 2.0, cov_high: 4.0}}"
 VLLM = "vllm_importance_sampling"
-MASKED = "{{preset: dapo, trust_region: {{high: 0.2}}, mismatch: {{kind: mask, level: sequence, low: {}, high: {}}}}}"
+MASKED = "mismatch: {{kind: mask, level: sequence, low: {}, high: {}}}"
+USUAL = "{{preset: dapo, trust_region: {{high: 0.2}}, {}}}"
+DUAL = "{{preset: dapo, trust_region: {{high: 0.2, dual: 3.0}}, {}}}"
+CORRECTED = "algorithm.rollout_correction: {{rollout_is: {}, bypass_mode: false}}"
+CISPO = "use_cispo: true, reference_policy_kl_penalty: 0"
 SAPO = "sapo_temperature_pos: 2.0, sapo_temperature_neg: 3.0, vllm_importance_sampling_correction: false"
 WEIGHTS = "use_importance_sampling_correction: true, reference_policy_kl_penalty: 0"
 TRUNCATED = "truncated_importance_sampling"
+BOUNDED = f"loss_fn: {{{{{WEIGHTS}, {TRUNCATED}_type: {{}}, {TRUNCATED}_ratio_min: {{}}, {TRUNCATED}_ratio: 5}}}}"
+ICEPOP = "mismatch: {{kind: mask, low: {}, high: {}}}"
+REJECTED = "mismatch: {kind: truncate}, rejection: {low: 0.9, high: 5.0}"
+K1 = "kl: {coefficient: 0.01, estimator: k1, weight: importance}"
 
 
 @pytest.mark.parametrize(
@@ -150,47 +158,24 @@ TRUNCATED = "truncated_importance_sampling"
             "{preset: kl_cov, kl_cov: {coefficient: 0.2, fraction: 0.02}}",
         ),
         ("verl", f"actor_rollout_ref.actor.policy_loss: {{loss_mode: clip_cov, {COV}}}", CLIP_COV),
-        ("trl", f"{VLLM}_cap: 2.0, {VLLM}_clip_max: 4.0", MASKED.format(0.0, 2.0)),
-        ("trl", f"{VLLM}_clip_max: 4.0, {VLLM}_clip_min: 0.5", MASKED.format(0.5, 4.0)),
+        ("trl", f"{VLLM}_cap: 2.0, {VLLM}_clip_max: 4.0", USUAL.format(MASKED.format(0.0, 2.0))),
+        ("trl", f"{VLLM}_clip_max: 4.0, {VLLM}_clip_min: 0.5", USUAL.format(MASKED.format(0.5, 4.0))),
         ("trl", f"loss_type: grpo, delta: 4.0, {SAPO}", "{preset: grpo, trust_region: {dual: 4.0}}"),
         ("trl", f"loss_type: cispo, delta: 4.0, {SAPO}", "{preset: cispo}"),
         ("trl", f"loss_type: sapo, delta: 4.0, {SAPO}", "{preset: sapo, trust_region: {tau_positive: 2.0, tau_negative: 3.0}}"),
-        (
-            "verl",
-            "algorithm.rollout_correction: {rollout_is: sequence, rollout_is_threshold: 3.0, bypass_mode: false}",
-            "{preset: dapo, trust_region: {high: 0.2, dual: 3.0}, mismatch: {level: sequence, cap: 3.0}}",
-        ),
-        (
-            "verl",
-            "algorithm.rollout_correction: {rollout_is: token, rollout_is_threshold: 0.5_2.0}",
-            "{preset: dapo, trust_region: {high: 0.2, dual: 3.0}, mismatch: {kind: mask, low: 0.5, high: 2.0}}",
-        ),
-        (
-            "nemo-rl",
-            "loss_fn: {reference_policy_kl_type: k1, use_on_policy_kl_approximation: false}",
-            "{preset: dapo, trust_region: {high: 0.2}, kl: {coefficient: 0.01, estimator: k1, weight: importance}}",
-        ),
-        (
-            "nemo-rl",
-            "loss_fn: {use_cispo: true, ratio_clip_min: 1.0, ratio_clip_max: 3.0, reference_policy_kl_penalty: 0}",
-            "{preset: cispo, trust_region: {high: 3.0}}",
-        ),
-        ("nemo-rl", "loss_fn: {use_kl_in_reward: true}", "{preset: dapo, trust_region: {high: 0.2}}"),
-        (
-            "nemo-rl",
-            f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_type: icepop, {TRUNCATED}_ratio_min: 0.4, {TRUNCATED}_ratio: 5}}",
-            "{preset: dapo, trust_region: {high: 0.2}, mismatch: {kind: mask, low: 0.4, high: 5.0}}",
-        ),
+        ("verl", CORRECTED.format("sequence, rollout_is_threshold: 3.0"), DUAL.format("mismatch: {level: sequence, cap: 3.0}")),
+        ("verl", CORRECTED.format("token, rollout_is_threshold: 0.5_2.0"), DUAL.format(ICEPOP.format(0.5, 2.0))),
+        ("nemo-rl", "loss_fn: {reference_policy_kl_type: k1, use_on_policy_kl_approximation: false}", USUAL.format(K1)),
+        ("nemo-rl", f"loss_fn: {{{CISPO}, ratio_clip_min: 1.0}}", "{preset: cispo, trust_region: {high: 0.2}}"),
+        ("nemo-rl", f"loss_fn: {{{CISPO}, ratio_clip_min: 0.3}}", "{preset: cispo, trust_region: {low: 0.3, high: 0.2}}"),
+        ("nemo-rl", "loss_fn: {use_kl_in_reward: true}", USUAL.format("kl: null")),
+        ("nemo-rl", BOUNDED.format("icepop", 0.4), USUAL.format(ICEPOP.format(0.4, 5.0))),
         (
             "nemo-rl",
             f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_ratio: 5, sequence_level_importance_ratios: true, token_level_loss: false}}",
             "{preset: grpo, ratio: {kind: sequence}, mismatch: {level: sequence, cap: 5.0}}",
         ),
-        (
-            "nemo-rl",
-            f"loss_fn: {{{WEIGHTS}, {TRUNCATED}_type: seq-mask-tis, {TRUNCATED}_ratio_min: 0.9, {TRUNCATED}_ratio: 5}}",
-            "{preset: dapo, trust_region: {high: 0.2}, mismatch: {kind: truncate}, rejection: {low: 0.9, high: 5.0}}",
-        ),
+        ("nemo-rl", BOUNDED.format("seq-mask-tis", 0.9), USUAL.format(REJECTED)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:objective.ratio.kind")
@@ -482,6 +467,19 @@ NO_NUMBER = "a key that must be a number is not"
 def test_what_cannot_be_converted_is_refused(name: str, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert(name, text)
+
+
+def test_what_is_off_or_of_one_section_is_not_said_each_time() -> None:
+    mtp = "{enable: false, layers: [], kept: 1, also: '${oc.select:mtp.enable,true}', new: '${oc.select:data.new,1}'}"
+    text = f"{{data: {{new: 0, shuffle: false}}, critic: {{a: 1, b: {{_target_: x, c: 2}}}}, mtp: {mtp}}}"
+    made, left = convert("verl", text)
+    assert made["data.order"] == "as_given"
+    assert [sentence for sentence in left if re.match("data|critic|mtp", sentence)] == [
+        "data.new = 0: nothing here corresponds",
+        "critic: there is no critic",
+        "mtp.kept = 1: nothing here corresponds",
+        "mtp.new = 0: nothing here corresponds",
+    ]
 
 
 def test_what_is_unknown_is_said_or_refused_when_the_run_is_read() -> None:
