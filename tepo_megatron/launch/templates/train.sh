@@ -11,6 +11,19 @@ nodes=@nodes@
 restarts=@restarts@
 job=${3:-${SLURM_JOB_ID:-local}}.${SLURM_RESTART_COUNT:-0}
 node=${2:-${SLURM_NODEID:-0}}
+# shellcheck disable=SC2329  # the trap calls it
+ended() { # also before there are ranks
+  local code=$? registry=$out/servers/$job
+  (umask 077 && mkdir -p "$registry")
+  if [[ $code != 0 && $code != 75 && $code != 130 && -z $stopped && $restarts == 0 && ! -e $registry/@ended@ ]]; then
+    # srun now ends the other nodes, which would take that for a preemption
+    echo "node $node of the trainer ended with exit code $code" >"$registry/trainer-failed"
+  fi
+  if [[ $node == 0 ]]; then
+    echo "$code" >"$registry/@ended@"
+  fi
+}
+trap ended EXIT
 set +u # activation scripts read variables that may be unset
 @setup@
 set -u
@@ -56,11 +69,4 @@ mkdir -p "$out/logs/ranks/$job/node-$node"
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
   -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" || code=$?
-mkdir -p "$out/servers/$job"
-if [[ $node == 0 ]]; then
-  echo "$code" >"$out/servers/$job/@ended@"
-elif [[ $code != 0 && $code != 75 && $code != 130 && -z $stopped && $restarts == 0 && ! -e $out/servers/$job/@ended@ ]]; then
-  # srun now ends the first node, which would take that for a preemption
-  echo "node $node of the trainer ended with exit code $code" >"$out/servers/$job/trainer-failed"
-fi
 exit "$code"

@@ -123,8 +123,8 @@ def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["train", "serve"])
-def test_setup_may_read_a_variable_that_is_not_set(role: str) -> None:
-    assert bash(script_of(role, job("output=/o", "cluster.setup=['exit 3$LD_LIBRARY_PATH']"))).returncode == 3
+def test_setup_may_read_a_variable_that_is_not_set(role: str, tmp_path: Path) -> None:
+    assert bash(script_of(role, job(f"output={tmp_path}", "cluster.setup=['exit 3$LD_LIBRARY_PATH']"))).returncode == 3
 
 
 def test_a_job_that_would_be_warned_at_once_is_refused() -> None:
@@ -161,22 +161,23 @@ def test_a_job_that_has_saved_goes_back_so_many_times(tmp_path: Path, code: int,
     assert batch(tmp_path, job("cluster.max_requeues=2"), f"exit {code}", **given) == (code, said)
 
 
-def ended_node(output: Path, *overrides: str, before: str = "", code: int = 1) -> tuple[int, str]:
-    """What the batch does if its second training node ends so, and the first is then stopped as a preempted one is."""
+def ended_node(output: Path, *overrides: str, before: str = "", code: int = 1, node: int = 1) -> tuple[int, str]:
+    """What the batch does if a training node ends so, and the other is then stopped as a preempted one is."""
     config = job(f"output={output}", "cluster.train_nodes=2", f"cluster.python={output}/python", *overrides)
     output.mkdir(exist_ok=True)
     write_script(output / "python", f"{before}\nexit {code}")
     script = script_of("train", config)
-    assert bash(script, "10.0.0.1", SLURM_JOB_ID="7", SLURM_NODEID="1").returncode == code
+    assert bash(script, "10.0.0.1", SLURM_JOB_ID="7", SLURM_NODEID=str(node)).returncode == code
     return batch(output, config, "exit 75")
 
 
 def test_a_job_whose_node_fails_by_itself_does_not_go_back(tmp_path: Path) -> None:
-    """srun stops the others, and the first node ends as if it were preempted."""
-    said = (
-        "error: node 1 of the trainer ended with exit code 1, so that job 7 does not go back into the queue; its log says why\n"
-    )
-    assert ended_node(tmp_path / "fails") == (1, said)
+    """srun stops the others, which end as if they were preempted."""
+    said = "ended with exit code 1, so that job 7 does not go back into the queue; its log says why\n"
+    for node in (0, 1):
+        for when, overrides in (("late", []), ("in-setup", ["cluster.setup=['false']"])):
+            result = ended_node(tmp_path / f"fails-{when}-{node}", *overrides, node=node)
+            assert result == (1, f"error: node {node} of the trainer {said}"), when
     back = (75, BACK.format(1).replace("most 2", "most 50"))
     assert ended_node(tmp_path / "stops", code=75) == back
     assert ended_node(tmp_path / "stopped", before="kill -TERM $PPID") == back
@@ -184,6 +185,7 @@ def test_a_job_whose_node_fails_by_itself_does_not_go_back(tmp_path: Path) -> No
     (tmp_path / "late/servers/7.0").mkdir(parents=True)
     (tmp_path / "late/servers/7.0/trainer-ended").touch()
     assert ended_node(tmp_path / "late") == back
+    assert ended_node(tmp_path / "first-stops", code=75, node=0) == back
 
 
 def test_the_roles_get_the_processors_that_the_job_asked_for(tmp_path: Path) -> None:
