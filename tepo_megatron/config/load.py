@@ -190,9 +190,14 @@ def _wrong_permissions(entries: Sequence[str]) -> list[str]:
     return result
 
 
-def dump_resolved(config: Section) -> str:
-    """YAML of every field, with absolute paths: ``load_run`` reads the same run from anywhere."""
-    return _to_yaml(absolute(config).model_dump())
+def dump_resolved(config: Section, *, with_resume: bool = True) -> str:
+    """YAML of every field, with absolute paths: ``load_run`` reads the same run from anywhere. In a run's own folder
+    ``train.resume`` is as by default, since ``--resume`` continues the run.
+    """
+    document = absolute(config).model_dump()
+    if not with_resume:
+        document["train"] |= {"resume": False, "resume_from": None}
+    return _to_yaml(document)
 
 
 def dump_diff(config: RunConfig) -> str:

@@ -155,7 +155,8 @@ class ClusterRun:
 
     def upload(self, scripts: dict[str, str], submission: dict[str, Any]) -> None:
         texts = {f"launch/{name}": text for name, text in scripts.items()}
-        texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(self.config)
+        texts["launch/run.yaml"] = dump_resolved(self.config)
+        texts["resolved.yaml"] = dump_resolved(self.config, with_resume=False)
         texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
         launch, logs, servers = (shlex.quote(str(self.config.output / name)) for name in ("launch", "logs", "servers"))
         # the run's key is below servers

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.metrics import value_in
+from tepo_megatron.runtime.preemption import CONTINUE
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
@@ -109,7 +110,7 @@ class Callbacks:
         if self.failure is not None:
             if complete is not None:
                 raise RuntimeError(f"{self.failure}; the run is complete in {complete}") from self.failure.__cause__
-            saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with the same command and --resume"
+            saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: {CONTINUE}"
             raise RuntimeError(f"{self.failure}; {saved if saved_step else 'nothing was trained'}") from self.failure.__cause__
 
 

@@ -23,6 +23,8 @@ INTERRUPTED = 130  # after SIGINT, as in shells
 
 PREEMPTED = 75  # after another signal (EX_TEMPFAIL): the run can be resumed
 
+CONTINUE = "continue with the same command and --resume, without --from"  # which would go back again
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 RANKS_FOLDER = "TEPO_RANKS_FOLDER"

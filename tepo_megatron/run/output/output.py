@@ -68,7 +68,7 @@ class Output:
                 for path in self.folder.glob(pattern):
                     path.unlink()
             # A resumed run writes it when the checkpoint has been accepted.
-            write_atomically(self.folder / "resolved.yaml", dump_resolved(self._config))
+            write_atomically(self.folder / "resolved.yaml", dump_resolved(self._config, with_resume=False))
         present = [file for file in (self._samples, self._train_samples) if file.path.exists()]
         for file in present:
             for _ in file.read("sample"):  # raises for a damaged one, before anything is changed
@@ -181,7 +181,7 @@ class Output:
         try:
             self._lock.release()
             self._lock.take()
-            write_atomically(resolved, dump_resolved(self._config))
+            write_atomically(resolved, dump_resolved(self._config, with_resume=False))
         except OSError as error:
             self.write_failed(self.folder, error)
         else:

@@ -20,7 +20,7 @@ from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.hub import HUB
-from tepo_megatron.runtime.restarts import attempt, job_of_checkpoints, starts_again
+from tepo_megatron.runtime.restarts import job_of_checkpoints, starts_again
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
 from tepo_megatron.trainer.run_compatibility import Difference, compare_runs, describe_run, idle_entries, is_allowed, refusal
@@ -103,10 +103,8 @@ class Resumed:
     def accept(self, config: RunConfig) -> list[str]:
         """Rank 0 calls. Returns what failed."""
         failed = self.set_aside_others(config)
-        path, text = config.output / "resolved.yaml", dump_resolved(config)
+        path, text = config.output / "resolved.yaml", dump_resolved(config, with_resume=False)
         present = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
-        if attempt() and present is not None and _but_resume(present) == _but_resume(text):
-            return failed  # an earlier attempt's
         with unwritable_is_a_sentence(config.output):
             if present not in (None, "", text):
                 older = (path.with_name(f"resolved.{number}.yaml") for number in count(1))
@@ -126,10 +124,6 @@ class Resumed:
                 except OSError as error:
                     failed.append(f"{folder} could not be renamed ({error.strerror}); remove it by hand")
         return failed
-
-
-def _but_resume(resolved: str) -> list[str]:
-    return [line for line in resolved.splitlines() if not line.startswith(("  resume:", "  resume_from:"))]
 
 
 def resumes(config: RunConfig) -> bool:

@@ -13,6 +13,7 @@ from tepo_megatron.config.base import read_yaml
 from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_lines
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime.heartbeat import RankRecord
+from tepo_megatron.runtime.preemption import CONTINUE
 from tepo_megatron.runtime.proc import STOPPED, Process
 
 _SILENT_S = 60.0  # silence after which a rank on another machine may be gone
@@ -94,7 +95,7 @@ def _head(
         return f"ended at {count} {_ago(now - root.time)}: {root.ended}"
     if not is_running:
         doing = f"in phase {root.phase}, {_ago(now - root.time)}"
-        return f"ended at {count} without a last word (killed?), {doing}; continue with the same command and --resume"
+        return f"ended at {count} without a last word (killed?), {doing}; {CONTINUE}"
     seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-10:]
     left = f", about {duration(sum(seconds) / len(seconds) * (steps - done))} left" if seconds else ""
     return f"runs, {count} done{left}"

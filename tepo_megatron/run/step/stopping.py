@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tepo_megatron.runtime.preemption import StopSignals
+from tepo_megatron.runtime.preemption import CONTINUE, StopSignals
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
 _MARGIN = 2.0  # factor on the last durations of updates and saves
@@ -67,7 +67,7 @@ class Stopping:
     def describe(self, stop: BaseException, *, saved: bool) -> str:
         name = checkpoint_name(self.saved_step)
         if saved:
-            return f"{stop}: saved {name}; continue with the same command and --resume"
+            return f"{stop}: saved {name}; {CONTINUE}"
         if self.saved_step:
-            return f"{stop}: nothing was trained since {name}; continue with the same command and --resume"
+            return f"{stop}: nothing was trained since {name}; {CONTINUE}"
         return f"{stop}: ended before a step was trained; there is nothing to save"

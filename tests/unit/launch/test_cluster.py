@@ -14,7 +14,7 @@ import pytest
 
 from tepo_megatron.cli.launch import _launch
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.load import load_run, override
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.launch.cluster import ClusterRun
 from tepo_megatron.launch.job import Job
@@ -199,7 +199,7 @@ def test_links_that_lead_out_of_a_containers_mounts_are_refused(tmp_path: Path) 
 
 
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = job("cluster.executor=local", f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
+    config = job("cluster.executor=local", "train.resume=auto", f"output={tmp_path}/lr(1)&b", "name='a: b, # c'")
     output = config.output
     run = ClusterRun(config, Shell())
     with pytest.raises(ValueError, match="no job was submitted"):
@@ -208,7 +208,8 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path, cap
     run.save_job("42")
     assert run.newest_job == "42"
     assert (output / "launch" / "train.sh").read_text() == "true\n"
-    assert load_run(output / "launch" / "run.yaml") == load_run(output / "resolved.yaml") == config
+    assert load_run(output / "launch" / "run.yaml") == config
+    assert load_run(output / "resolved.yaml") == override(config, ["train.resume=false"])
     with pytest.raises(ValueError, match=r"there is no .*/train-42\.\*-node\*\.log yet"):
         run.show_logs("train", None, 20, follow=False)
     before, after = (output / "logs" / f"train-42.0-node{node}.log" for node in (1, 2))

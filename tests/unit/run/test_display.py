@@ -249,7 +249,7 @@ def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(output:
 
 KILLED = (
     "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; continue with the same command "
-    "and --resume"
+    "and --resume, without --from"
 )
 
 

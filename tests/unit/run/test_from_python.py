@@ -74,7 +74,7 @@ def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: Ex
     assert is_ours(caught.value)
     begin, _, rest = str(caught.value).partition(f" ({__file__}:")
     assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 2"
-    assert rest.endswith("; the newest checkpoint is step_000002: continue with the same command and --resume")
+    assert rest.endswith("; the newest checkpoint is step_000002: continue with the same command and --resume, without --from")
 
 
 def test_after_an_error_at_its_end_a_run_is_complete(reference_run: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.metrics import read_metrics, token_files
 from tepo_megatron.runtime.run_lock import FILE, RunLock
 from tests.support.checkpoints import make_whole
@@ -244,13 +245,13 @@ def test_a_run_that_goes_back_forgets_what_waits_for_a_full_disk(tmp_path: Path)
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    output, said = open_output(folder)
+    output, said = open_output(folder, train={"resume": "auto"})
     output.write_row(0, {})
     shutil.rmtree(folder)
     output.write_row(1, {})
     assert said == [f"{folder}, with all that it held, was removed while the run went on; it is made again"]
     assert steps(folder / "metrics.jsonl") == [1]
-    assert (folder / "resolved.yaml").exists()
+    assert load_run(folder / "resolved.yaml").train.resume is False
     with pytest.raises(ValueError, match="is in use by"):
         RunLock(folder).take()
     output.close()

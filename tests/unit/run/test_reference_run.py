@@ -284,8 +284,8 @@ def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], 
         assert run.noted("save ") == [f"save {step}" for step in (run.loop.step,) if step]
         name = f"step_{run.loop.step:06d}"
         assert run.said[-1] in (
-            f"SIGTERM: saved {name}; continue with the same command and --resume",
-            f"SIGTERM: nothing was trained since {name}; continue with the same command and --resume",
+            f"SIGTERM: saved {name}; continue with the same command and --resume, without --from",
+            f"SIGTERM: nothing was trained since {name}; continue with the same command and --resume, without --from",
             "SIGTERM: ended before a step was trained; there is nothing to save",
         )
         resumed = reference_run(changed).run()

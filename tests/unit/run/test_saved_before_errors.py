@@ -47,7 +47,7 @@ def test_steps_before_an_error_of_the_rewards_are_saved(
     assert is_ours(caught.value)
     assert run.noted("save ") == ["save 2"]
     assert any(re.search(says, text) and text.endswith("; the run saves and ends") for text in run.said)
-    assert "an error ends the run: saved step_000002; continue with the same command and --resume" in run.said
+    assert "an error ends the run: saved step_000002; continue with the same command and --resume, without --from" in run.said
     gone.unlink()
     assert reference_run(settings, reward=judge).run().digest == whole.digest
 
