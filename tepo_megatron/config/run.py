@@ -481,6 +481,9 @@ def _environment_faults(run: RunConfig, environment: EnvironmentConfig) -> Itera
         yield "environment.max_tokens = 1 leaves no room for an answer behind a turn; raise it"
     if run.rollout.collect is not None:
         yield f"rollout.collect = {run.rollout.collect} draws single responses, and {name} plays episodes; leave one out"
+    overlaps = run.train.schedule == "overlap" and run.data.heldout is not None and run.evaluate.every
+    if overlaps and (port := environment.agent_settings.port) and not environment.servers:
+        yield f"train.schedule = overlap: evaluations cannot share environment.agent.port = {port}; set evaluate.every = 0"
 
 
 def _adapter_faults(server: ServerConfig, rank: int) -> Iterator[str]:

@@ -21,6 +21,7 @@ MXFP8 = ["engine.fp8.recipe=mxfp8", "engine.fp8.params=true", "optimizer.distrib
 AGAIN = ["engine.recompute=selective", "engine.recompute_modules=[layernorm]", "model.dtype=bfloat16"]
 DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"]
 OVERLAP, PENALISE = "train.schedule=overlap", "rollout.truncated=penalise"
+OUTSIDE = "environment={name: outside, adapter: agent, agent: {port: 8600, key_file: /k}}"
 FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
 FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
 SET = "evaluate.sets.s={path: x, majority: none}"
@@ -182,6 +183,10 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         # a generation step of one's own
         (["rollout.collect=mine.py:best", f"{FILTERS}={{}}"], "collect = mine.py:best"),
         (["rollout.collect=mine.py:best", "environment.name=calculator"], "collect = mine.py:best"),
+        (
+            [OVERLAP, FREE, OUTSIDE],
+            "train.schedule = overlap: evaluations cannot share environment.agent.port = 8600; set evaluate.every = 0",
+        ),
         # servers and weights
         ([f"{SERVER}.transport=ipc"], "trainer and servers on the same GPUs, not placement = local"),
         ([f"{SERVER}={{transport: ipc, placement: external, registry: /r}}"], "GPUs, not placement = external"),
@@ -340,6 +345,9 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(overrides: str | lis
     "overrides",
     [
         [OVERLAP, "train.max_staleness=4", "objective.preset=decoupled_ppo"],
+        [OVERLAP, FREE, OUTSIDE, "evaluate.every=0"],
+        [OVERLAP, FREE, OUTSIDE, "environment.servers=[http://a:1]", "environment.key_file=/k"],
+        [OUTSIDE],
         ["log.token_samples=2", "train.steps=10"],
         [GDPO, "reward.weights={a: 1, b: 1}"],
         [GDPO, "reward.weights={a: 1, b: 2}", "objective.advantage.weights=[3,1]"],
