@@ -102,7 +102,8 @@ class GroupBuffer:
         self._causes: Counter[str] = Counter()
         self._rewards: Counter[float] = Counter()
         self._first: list[Group] | None = None
-        self._before: tuple[int, dict[str, Any], list[Group]] | None = None
+        self._before: tuple[int, dict[str, Any], list[Group], list[Group]] | None = None
+        self._ahead: list[Group] = []  # in window 0: what an overlapped run drew ahead, to draw before others
         self._batch: tuple[int, list[Group]] = (-1, [])
 
     # -- a step ----------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class GroupBuffer:
         with self.changed:
             self._turn = step
             if self.window == 0 and self._first is None:
-                self._before = (step, dict(self.order.state()), list(self.waiting))
+                self._before = (step, dict(self.order.state()), list(self.waiting), list(self._ahead))
                 carried = list(self.waiting)
                 self._carried_in, self._drawn = len(carried), 0
                 # Drawn before any is decided, since a resumed run has no responses to decide by, and must draw the same.
@@ -173,7 +174,7 @@ class GroupBuffer:
                 self.waiting.extendleft(group for group in reversed(self._batch[1]) if not group.is_complete)
                 self._batch = (-1, [])
             elif self._before is not None and self._before[0] == step:
-                _, state, carried = self._before
+                _, state, carried, self._ahead = self._before
                 self.order.restore(state)
                 self._carry(carried)
                 self._before = None
@@ -268,7 +269,7 @@ class GroupBuffer:
         """JSON values: the problems' order, and pending groups without responses."""
         with self.changed:
             state: dict[str, Any] = dict(self.order.state())
-            if pending := self.pending():
+            if pending := [*self.pending(), *self._ahead]:
                 state["carried"] = [group.state() for group in pending]
             return state
 
@@ -282,7 +283,9 @@ class GroupBuffer:
                 groups.append(self._group(saved["number"], saved["step"], saved["place"], problem, version))
             # How checkpoints up to 0.2 name groups drawn ahead.
             groups += [self._group(number, None, 0, self._by_id[name], None) for number, name in state.get("ahead", ())]
-            self._carry(groups)
+            # If one step sampled all, later ones would train on what is too old by then.
+            self._ahead = [group for group in groups if not self.window and group.step is None]
+            self._carry([group for group in groups if group not in self._ahead])
 
     def _carry(self, groups: Sequence[Group]) -> None:
         self.waiting, self.done, self._first = deque(groups), [], None
@@ -296,8 +299,12 @@ class GroupBuffer:
         return drawn
 
     def _draw(self) -> Group:
-        number = self.order.drawn
-        (problem,) = self.order.next(1)
+        if self._ahead:
+            ahead = self._ahead.pop(0)
+            number, problem = ahead.number, ahead.problem
+        else:
+            number = self.order.drawn
+            (problem,) = self.order.next(1)
         step, place = (None, 0) if self.window else (self._turn, self._drawn)
         self._drawn += 1
         return self._group(number, step, place, problem, self.version)

@@ -156,6 +156,30 @@ def test_a_run_that_goes_back_while_it_reads_the_journal_draws_others(make: Any)
     assert not set(other) & set(first)
 
 
+def test_a_resumed_run_without_overlap_draws_again_what_was_drawn_ahead(make: Any) -> None:
+    """And nothing that it has trained on."""
+    run = make(2, steps=100)
+    for group in run.schedule._buffer.claim()[B - 1 : 2 * B - 1]:
+        decide(run.schedule._buffer, group, 1.0, 0.0)
+    run.schedule._buffer.take()
+    run.trained()
+    state = run.state()
+    left = [*range(B - 1), *range(2 * B - 1, 5 * B)]
+    for step in (1, 2, 3, 4):
+        again = make(state=state, steps=100, schedule="sync")
+        buffer = again.schedule._buffer
+        buffer.begin(step)
+        buffer.drop_step(step)
+        buffer.begin(step)
+        groups = buffer.claim()
+        assert [group.number for group in groups] == left[(step - 1) * B : step * B]
+        for group in groups:
+            decide(buffer, group, 1.0, 0.0, weights=step)
+        assert buffer.take()[0] == groups
+        again.trained()
+        state = again.state()
+
+
 def test_a_run_may_go_back_while_its_thread_submits_requests(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(steps=100)
     asked: list[str] = []
