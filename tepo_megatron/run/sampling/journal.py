@@ -111,7 +111,7 @@ class Journal:
             path = write_rollouts(folder, step, rollouts, drawn_by=drawn_by, failed_rewards=failed_rewards)
             if folder == self.folder:
                 self._keep_record(path)
-                self._prune()
+                self._prune(step)
 
     def refuse(self, step: int) -> None:
         """Puts the entry aside."""
@@ -121,12 +121,15 @@ class Journal:
                 aside = path.replace(path.with_suffix(".refused"))
                 self._say(f"step {step}: its rollouts were refused, and no resumed run takes them: {aside}")
 
-    def _prune(self) -> None:
-        """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``: the newest checkpoint may be damaged."""
+    def _prune(self, step: int) -> None:
+        """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``: the newest checkpoint may be damaged. Those after
+        ``step``, which was just written, are of a run before it went back: they go first.
+        """
         oldest = min(map(step_of, checkpoints(self._config.output / "checkpoints")), default=0)
-        room = MAX_BYTES
+        present, room = list(self.folder.glob("step_*.jsonl")), MAX_BYTES
+        present.sort(key=lambda path: (_step(path) <= step, _step(path)), reverse=True)
         with suppress(OSError):  # a file that cannot be removed is tried again after the next step
-            for number, path in enumerate(sorted(self.folder.glob("step_*.jsonl"), reverse=True)):
+            for number, path in enumerate(present):
                 room -= path.stat().st_size if number else 0
                 if _step(path) < oldest or room < 0:
                     path.with_suffix(".json").unlink(missing_ok=True)

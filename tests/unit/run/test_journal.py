@@ -185,6 +185,9 @@ def test_entries_are_kept_since_the_oldest_checkpoint_up_to_a_size(tmp_path: Pat
         assert write(step + 1)[0] == 2
     monkeypatch.setattr(journals, "MAX_BYTES", 2 * record_path(tmp_path / "journal", 5).stat().st_size + 20)
     assert write(6, 7) == [5, 6, 7]
+    assert write(4) == [4, 6, 7]  # resumed or rolled back: those of before the new one go first
+    assert write(5) == [4, 5, 7]
+    assert write(6, 7) == [5, 6, 7]
     monkeypatch.setattr(journals, "MAX_BYTES", 0)
     assert write(8) == [8]
 
