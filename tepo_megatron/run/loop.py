@@ -63,6 +63,7 @@ class Loop:
             self.run_steps()
         except StopRequested as stop:
             self.save_before_leaving(stop)
+            self.say_failed_callback()
             raise
         except _WorkFailed as failed:
             self.finish_save()
@@ -70,6 +71,7 @@ class Loop:
                 sentence = f"{failed.error}; the run saves and ends"  # first, since the save may fail, too
                 self.on_root(lambda rank0: rank0.output.message(sentence))
                 self.save_before_leaving(failed)
+            self.say_failed_callback()
             raise failed.error from failed.error.__cause__
 
     def run_steps(self) -> None:
@@ -235,6 +237,11 @@ class Loop:
             self.finish_save()
         sentence = self.stopping.describe(reason, saved=self.step > saved_step)
         self.on_root(lambda rank0: self.stopping.signals.say_last(sentence))
+
+    def say_failed_callback(self) -> None:
+        """For a run that ends for another reason, which is raised."""
+        if self.rank0 is not None and (failure := self.rank0.callbacks.failure) is not None:
+            self.rank0.output.message(str(failure))
 
     def log(self, row: Mapping[str, float]) -> None:
         self.on_root(lambda rank0: rank0.log(self.step, row))

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import is_ours
+from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.fleet.external import shared_key
 from tests.support.reference_sampler import ReferenceSampler
+
+FAILED = ".{} raised OSError: no upload in on_checkpoint at step {}"
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,9 @@ def test_steps_before_an_error_of_the_rewards_are_saved(
             if step == 2:
                 gone.touch()
 
+        def on_checkpoint(self, step: int, folder: Path) -> None:
+            raise OSError("no upload")
+
     train = {"steps": 3, "save_every": 0, "resume": "auto"}
     settings = {"train": train, "reward.max_failed": 1.0, "objective.preset": "max_rl"}
     whole = reference_run({**settings, "output": str(tmp_path / "whole")}, reward=judge).run()
@@ -48,8 +54,20 @@ def test_steps_before_an_error_of_the_rewards_are_saved(
     assert run.noted("save ") == ["save 2"]
     assert any(re.search(says, text) and text.endswith("; the run saves and ends") for text in run.said)
     assert "an error ends the run: saved step_000002; continue with the same command and --resume, without --from" in run.said
+    assert FAILED.format("Ends", 2) in run.said[-1]
     gone.unlink()
     assert reference_run(settings, reward=judge).run().digest == whole.digest
+
+
+def test_a_callback_that_fails_in_the_save_of_a_stopped_run_is_said(reference_run: Any) -> None:
+    class Uploads:
+        def on_checkpoint(self, step: int, folder: Path) -> None:
+            raise OSError("no upload")
+
+    run = reference_run({"train": {"steps": 3, "save_every": 0}}, callbacks=[Uploads()], stops_at=12)
+    with pytest.raises(StopRequested):
+        run.run()
+    assert FAILED.format("Uploads", run.loop.step) in run.said[-1]
 
 
 def test_steps_before_rollouts_that_make_no_batch_are_saved(reference_run: Any, tmp_path: Path) -> None:
