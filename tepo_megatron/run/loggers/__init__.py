@@ -123,6 +123,7 @@ class _LoggerProcess(WorkerProcess):
                 self._report(report)
 
     def finish(self, deadline: float) -> None:
+        self.take_reports()  # it may have ended while the deadline passed with another one
         while not self._has_ended and time.monotonic() < deadline:
             self._flush()
             self.take_reports(_POLL_INTERVAL_S)

@@ -254,6 +254,16 @@ def test_a_logger_that_stands_still_holds_up_neither_a_step_nor_the_end(tmp_path
     assert said[0].startswith("W&B has not taken everything by the end of the run (log.finish_timeout_s = 0.2); ")
 
 
+def test_a_logger_that_has_ended_when_another_has_used_up_the_time_has_taken_everything(tmp_path: Path, fake: Path) -> None:
+    output, said = open_output(tmp_path / "out", log=WANDB)
+    (logger,) = output._loggers._processes
+    logger.post({"finish": "finished"})
+    assert logger.exit_status(TIMEOUT_S) == "exit status 0"
+    output._loggers.close("finished", 0.0)
+    output.close()
+    assert said == ["W&B: https://there/abc"]
+
+
 def test_a_run_that_begins_again_in_its_folder_is_another_one_and_a_death_at_the_end_is_said(
     tmp_path: Path, fake: Path
 ) -> None:
