@@ -222,12 +222,12 @@ class _MixedSampler(ProblemSampler):
         self._counts = [0] * len(self._samplers)  # draws of each source, of the order's first sum(_counts)
 
     def problem(self, number: int) -> Problem:
-        if number != sum(self._counts):
-            rounds, rest = divmod(number, sum(self._weights))
-            self._counts = [0] * len(self._weights)
-            for _ in range(rest):
-                self._advance()
-            self._counts = [rounds * weight + count for weight, count in zip(self._weights, self._counts, strict=True)]
+        rounds, rest = divmod(number, sum(self._weights))
+        ahead = number - sum(self._counts)
+        if not 0 <= ahead <= rest:  # nearer from the beginning of its round, where every source has its exact share
+            self._counts, ahead = [rounds * weight for weight in self._weights], rest
+        for _ in range(ahead):
+            self._advance()
         chosen = self._advance()
         return self._samplers[chosen].problem(self._counts[chosen] - 1)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -171,6 +172,7 @@ def test_each_source_comes_in_its_own_passes_however_it_is_drawn(
     assert len(drawn) == sum(draws)
     again = make(shares, count, seed)
     assert [again.problem(number) for number in reversed(range(len(drawn)))] == drawn[::-1]
+    assert [again.problem(number) for number in range(0, len(drawn), 3)] == drawn[::3]
     assert again.next(len(drawn)) == drawn
     for index in range(len(shares) or 1):
         ids = [problem.id for problem in drawn if problem.id.startswith(f"s{index}/")]
@@ -189,6 +191,16 @@ def test_a_restored_order_continues_exactly(shares: list[float], count: int, bef
     restored.restore(json.loads(json.dumps(sampler.state())))
     assert restored.state() == sampler.state()
     assert restored.next(after) == sampler.next(after)
+
+
+def test_a_gap_in_an_order_of_sources_costs_its_own_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler: Any = make([100, 201])
+    draw = mock.Mock(side_effect=sampler._advance)
+    monkeypatch.setattr(sampler, "_advance", draw)
+    for number, count in ((900, 299), (902, 2), (909, 7), (910, 1)):  # a round has 301
+        draw.reset_mock()
+        sampler.problem(number)
+        assert draw.call_count == count
 
 
 def test_a_state_at_the_end_of_an_epoch_may_name_either_epoch() -> None:
