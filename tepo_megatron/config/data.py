@@ -71,8 +71,10 @@ class _InheritingConfig(_PromptsConfig):
     @property
     def columns(self) -> _FieldsConfig:
         is_builtin = self.path.startswith(BUILTIN)  # data.fields is for files
-        return _FieldsConfig() if is_builtin or self.fields is None else self.fields
+        return _DEFAULT_COLUMNS if is_builtin or self.fields is None else self.fields
 
+
+_DEFAULT_COLUMNS = _FieldsConfig()
 
 BUILTIN = "builtin:"
 
