@@ -101,7 +101,7 @@ class KeepsOldWeights(ReferenceSampler):
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         weights = dict(self._weights)
         super().update_weights_from_tensors(version, manifest, tensors)
-        self._weights = weights
+        self._set_weights(weights)
 
 
 class ForgetsTheFirstVersion(ReferenceSampler):

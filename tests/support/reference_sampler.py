@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import threading
@@ -45,6 +46,10 @@ def truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
     return logprobs.masked_fill(logprobs < logprobs.topk(sampling.top_k).values[-1], -math.inf).log_softmax(-1)
 
 
+_LAST_LOGITS: dict[tuple[bytes, tuple[int, ...]], Tensor] = {}
+"""By the digest of the model's configuration and weights, and the tokens. Runs that are resumed or replayed ask again."""
+
+
 class ReferenceSampler(Sampler):
     """A :class:`Sampler` for full tensors. ``sleep`` drops the weights, as a sampler on the trainer's GPUs does."""
 
@@ -53,6 +58,7 @@ class ReferenceSampler(Sampler):
         config_of = transformers.AutoConfig.from_pretrained(options["model_dir"])
         self._model: Any = transformers.AutoModelForCausalLM.from_config(config_of, dtype=torch.float64).eval()
         self._weights: dict[str, Tensor] = {}
+        self._digest = b""
         self._version: WeightsVersion | None = None
         self._is_running = self._is_awake = False
         self._updating = threading.RLock()
@@ -67,7 +73,7 @@ class ReferenceSampler(Sampler):
 
     def start(self) -> None:
         files = self._options["model_dir"].glob("*.safetensors")
-        self._weights = {name: tensor.double() for file in files for name, tensor in load_file(file).items()}
+        self._set_weights({name: tensor.double() for file in files for name, tensor in load_file(file).items()})
         self._version, self._is_running, self._is_awake = INITIAL_WEIGHTS, True, True
 
     def stop(self) -> None:
@@ -97,7 +103,8 @@ class ReferenceSampler(Sampler):
             if wrong or [tensor.shape for tensor in received] != [shape for _, shape, _ in manifest]:
                 self._weights, self._version = {}, None
                 raise ValueError(f"weights {version.step}: the tensors do not fit the model: {', '.join(wrong)}")
-            self._weights |= {name: tensor.double() for (name, _, _), tensor in zip(manifest, received, strict=True)}
+            new = {name: tensor.double() for (name, _, _), tensor in zip(manifest, received, strict=True)}
+            self._set_weights(self._weights | new)
             self._version = version
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: Any) -> None:
@@ -134,19 +141,40 @@ class ReferenceSampler(Sampler):
     def read_back(self) -> dict[str, ReadBack]:
         return {"reference": ReadBack([], 1.0)}
 
-    def _logits(self, ids: Sequence[int]) -> Tensor:
-        """[tokens, vocabulary], after each of ``ids``."""
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        digest = hashlib.sha1(self._model.config.to_json_string().encode(), usedforsecurity=False)
+        for name in sorted(weights):
+            digest.update(f"{name} {tuple(weights[name].shape)}".encode())
+            digest.update(weights[name].contiguous().numpy().tobytes())
+        with self._updating:
+            self._weights, self._digest = weights, digest.digest()
+            assert not self._model.load_state_dict(weights, strict=False).unexpected_keys  # tied weights are missing
+
+    def _check_awake(self) -> None:
         if not (self._is_running and self._is_awake and self._weights):
             raise RuntimeError("the sampler is stopped or asleep")
-        given = (torch.tensor([list(ids)]),), {"use_cache": False}
+
+    def _logits(self, ids: Sequence[int]) -> Tensor:
+        """[tokens, vocabulary], after each of ``ids``."""
+        self._check_awake()
         with self._updating, torch.no_grad():
-            logits: Tensor = torch.func.functional_call(self._model, self._weights, *given).logits[0]
+            logits: Tensor = self._model(torch.tensor([list(ids)]), use_cache=False).logits[0]
         return logits
+
+    def _last_logits(self, ids: Sequence[int]) -> Tensor:
+        """[vocabulary]; the oldest are forgotten at 50,000."""
+        self._check_awake()
+        key = (self._digest, tuple(ids))
+        if key not in _LAST_LOGITS:
+            if len(_LAST_LOGITS) == 50_000:
+                del _LAST_LOGITS[next(iter(_LAST_LOGITS))]
+            _LAST_LOGITS[key] = self._logits(ids)[-1].clone()
+        return _LAST_LOGITS[key]
 
     def draw_token(self, draw: _Draw, sampling: Sampling) -> None:
         """Adds a token to ``draw``, with the weights as they are now."""
         with self._updating:
-            logits = self._logits([*draw.prompt, *draw.ids])[-1]
+            logits = self._last_logits([*draw.prompt, *draw.ids])
             logprobs, version = truncate((logits / (sampling.temperature or 1.0)).log_softmax(-1), sampling), self._version
         assert version is not None
         token = int(logits.argmax())

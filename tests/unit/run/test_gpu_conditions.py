@@ -48,6 +48,7 @@ def as_on_a_gpu(sampler: Any, *, is_emptied: bool) -> Any:
             cache.clear()
 
     sampler._logits, sampler.read_through_cache = logits, read_through_cache
+    sampler._last_logits = lambda ids: logits(ids)[-1]  # which is not remembered
     sampler.update_weights_from_tensors = update_weights_from_tensors
     return sampler
 
