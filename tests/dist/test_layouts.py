@@ -132,7 +132,7 @@ OTHERS = [
     Layout(tp=2, dp=3, ep=3, etp=1, sp=True, tokens=30, model="six experts"),
 ]
 SINGLE = list(dict.fromkeys([Layout(), *(layout.single for layout in OTHERS), *COARSE]))
-RECORDED_AND_NOT = [Layout(), VPP, TIED_LAST, INTERLEAVED, DP_VPP, TIED_CP]  # repeat their second update without recording
+RECORDED_AND_NOT = [Layout(), INTERLEAVED, DP_VPP, TIED_CP]  # repeat their second update without recording
 
 
 def rollouts(layout: Layout, step: int) -> list[Rollout]:

@@ -92,8 +92,11 @@ def train(layout: Layout, folder: Path, faults: list[dict[str, Any]]) -> dict[st
         assert not result.skipped
     after = state_of(engine)
     assert after[1] == 2
+    made = (*after, result.lr, result.grad_norm)
+    if not faults:
+        return {"skipped": skipped, "after": made}
     # A return to a checkpoint, in place: what was trained since is gone, and comes again in the same bits.
-    saved = save_checkpoint(engine, folder / f"{layout.name}-{len(faults)}", step=1, state={})
+    saved = save_checkpoint(engine, folder / layout.name, step=1, state={})
     engine.update(batch)
     trained = state_of(engine)
     engine.update(batch)
@@ -101,7 +104,7 @@ def train(layout: Layout, folder: Path, faults: list[dict[str, Any]]) -> dict[st
     assert state_of(engine)[:2] == after[:2]
     engine.update(batch)
     assert state_of(engine) == trained
-    return {"skipped": skipped, "after": (*after, result.lr, result.grad_norm)}
+    return {"skipped": skipped, "after": made}
 
 
 @contextmanager

@@ -27,8 +27,8 @@ Variant = dict[str, Any]
 
 
 def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dict[str, Any]:
-    """Trains steps of two mini-batches, of more micro-batches each time. Between the two of the second step it scores, between
-    those of the third it reads the weights. ``nan_at``: the update, from 0, that meets a gradient that is NaN.
+    """Trains steps of two mini-batches; the second step has twice as many micro-batches. Between the two of the second step it
+    scores, between those of the third it reads the weights. ``nan_at``: the update, from 0, that meets a gradient that is NaN.
     """
     from tepo_megatron.run.step.minibatches import minibatches
 
@@ -46,7 +46,7 @@ def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dic
     seen: dict[str, Any] = {"updates": [], "weights": [], "pending": []}
     seen |= {"early": reductions_under_way(engine), "calls": calls_of_modules(engine)}
     for step in range(steps):
-        batch = engine.batch_from_root(draw_rollouts(LENGTHS * (step + 1)) if root else None)
+        batch = engine.batch_from_root(draw_rollouts(LENGTHS * (1, 2, 1)[step]) if root else None)
         parts = [engine.score(part) for part in minibatches(batch, 2, seed=0, step=step)]
         for number, part in enumerate(parts, start=2 * step):
             last = number % 2 == 1
@@ -108,8 +108,8 @@ def in_turn(_rank: int, _world: int, folder: Path, variants: list[Variant], step
 def run(
     folder: Path, world: int, variants: list[Variant], *, layers: int = 2, steps: int = 3, nan_at: int | None = None
 ) -> list[list[dict[str, Any]]]:
-    for name, changes in (("dense", {}), ("experts", EXPERTS)):
-        write_llama(folder / name, scale=0.1, num_hidden_layers=layers, **changes)
+    write_llama(folder / "dense", scale=0.1, num_hidden_layers=layers)
+    write_llama(folder / "experts", scale=0.1, num_hidden_layers=2, **EXPERTS)
     ranks = run_dist(world, in_turn, folder, variants, steps, nan_at)
     return [list(reports) for reports in zip(*ranks, strict=True)]
 

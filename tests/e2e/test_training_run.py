@@ -193,6 +193,7 @@ def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: 
     """
     heldout = "builtin:addition-heldout"
     settings = ["evaluate.problems=8", "evaluate.samples=0", f"output={tmp_path / 'eval'}", f"data.heldout={heldout}"]
+    settings.append(f"rollout.server.extra_args=[{FEW_BLOCKS}]")
     of_set = {"path": heldout, "problems": 16, "samples": 4, "sampling.temperature": 0.3, "sampling.max_new_tokens": 12}
     settings += [f"evaluate.sets.sums.{name}={value}" for name, value in of_set.items()]
     run_python("-m", "tepo_megatron", "eval", trained / "model", "--run", RUN, *settings)

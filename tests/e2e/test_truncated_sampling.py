@@ -18,6 +18,7 @@ from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.engines import MeanSurprise, make_engine
 from tests.support.launch import run_dist
+from tests.support.programs import FEW_BLOCKS
 from tests.support.random_models import rollouts_of
 
 MODEL = resolve_model_path(RunConfig().model.path)
@@ -44,7 +45,7 @@ Drawn = Mapping[str, list[list[Response]]]
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     folder = tmp_path_factory.mktemp("truncated")
-    config = RunConfig().rollout.server.model_copy(update={"start_timeout_s": 3600.0})
+    config = RunConfig().rollout.server.model_copy(update={"start_timeout_s": 3600.0, "extra_args": (FEW_BLOCKS,)})
     stop_ids = TOKENIZER.eos_ids
     groups: dict[str, list[list[Response]]] = {}
     with Fleet(config, model_dir=MODEL, dtype="float32", stop_token_ids=stop_ids, log_dir=folder, tokenizer=True) as fleet:

@@ -158,6 +158,8 @@ def test_what_own_objective_shows_and_checks(command: str, monkeypatch: pytest.M
     if "mean_of_means" in command:
         shown = re.search(r"the loss is \S+ in one piece, \S+ in micro-batches", (OBJECTIVE / "README.md").read_text())
         assert shown[0] in done.stdout
+    elif command.startswith("objective check"):
+        assert done.stdout.count(" 0 broken") == 5  # three kinds over grpo, and two presets
 
 
 def test_every_run_of_own_objective_begins_as_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:

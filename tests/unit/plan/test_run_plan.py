@@ -242,7 +242,7 @@ def test_a_second_pass_costs_the_updates_again_and_no_scores() -> None:
 
 
 def test_every_minibatch_fills_the_pipeline_anew_for_scores_too() -> None:
-    four, sixteen = (plan(LLAMA, f"train.minibatches={count}").time for count in (4, 16))
+    four, sixteen = (plan(LLAMA, REPLAY, f"train.minibatches={count}").time for count in (4, 16))
     assert sixteen.bubble == pytest.approx(4 * four.bubble)
     assert sixteen.score / four.score == pytest.approx((1 + sixteen.bubble) / (1 + four.bubble))
 
@@ -310,13 +310,13 @@ def test_layers_decide_what_is_activations_without() -> None:
 
 def test_recomputed_modules_keep_their_inputs_and_cost_flops() -> None:
     """Of the MLP its input alone is kept: neither the norm's output, nor gate and up, nor their product; one layer has them."""
-    base, mlp = plan(LONG), plan(LONG, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
+    base, mlp = plan(LONG, REPLAY), plan(LONG, REPLAY, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
     tokens = 33792 // 4
     dropped = 2 * tokens * (8192 / 8 + 3 * 28672 / 8)
     assert base.stages[0].activations - mlp.stages[0].activations == pytest.approx((80 - 1) * dropped)
     again = mlp.time.flops_train - base.time.flops_train
     assert again == pytest.approx(2 * 80 * 3 * 8192 * 28672 * mlp.time.tokens)
-    full = plan(LONG, "engine.recompute=full")
+    full = plan(LONG, REPLAY, "engine.recompute=full")
     head = 2 * 128256 * 8192 * base.time.tokens  # is no layer
     assert full.time.flops_train == pytest.approx(4 / 3 * base.time.flops_train - head)
     assert full.stages[0].activations < mlp.stages[0].activations < base.stages[0].activations
@@ -335,13 +335,13 @@ def test_overlap_hides_what_fits_behind_a_micro_batch() -> None:
 
 def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> None:
     first, last = (f"engine.parallel.num_layers_in_{which}_pipeline_stage={n}" for which, n in (("first", 21), ("last", 19)))
-    even, uneven = plan(LLAMA), plan(LLAMA, first, last)
+    even, uneven = plan(LLAMA, REPLAY), plan(LLAMA, REPLAY, first, last)
     layer = even.stage_parameters[1] // 20
     assert uneven.stage_parameters == tuple(
         count + extra * layer for count, extra in zip(even.stage_parameters, (1, 0, 0, -1), strict=True)
     )
     assert uneven.time.imbalance < even.time.imbalance
-    assert plan(LLAMA, "engine.parallel.vpp=2").time.bubble == even.time.bubble / 2
+    assert plan(LLAMA, REPLAY, "engine.parallel.vpp=2").time.bubble == even.time.bubble / 2
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,11 @@ def test_moves_write_every_element_once_and_send_no_byte_too_many_and_equal_rank
         assert [(rank, name) for name, param in params.items() if not torch.equal(got[name], param)] == []
     owners: dict[int, list[int]] = defaultdict(list)
     for rank, params in enumerate(sources):
-        for value in {int(v) for param in params.values() for v in param.flatten()} - {0}:
+        for value in {int(v) for param in params.values() for v in param.flatten().tolist()} - {0}:
             owners[value].append(rank)
     demand: Counter[frozenset[int]] = Counter()
     for rank, params in enumerate(destinations):
-        for value in (int(v) for param in params.values() for v in param.flatten() if v):
+        for value in (int(v) for param in params.values() for v in param.flatten().tolist() if v):
             if case.local.get(rank) not in owners[value]:
                 demand[frozenset(owners[value])] += 1
     between = plan.bytes_between(1)
