@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.metrics import value_in
 from tepo_megatron.runtime.preemption import CONTINUE
-from tepo_megatron.runtime.user_code import load_user_code, locate_user_code, unknown
+from tepo_megatron.runtime.user_code import line_of, load_user_code, locate_user_code, unknown
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class Callbacks:
             except (Exception, SystemExit) as error:
                 what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self.failure = RuntimeError(
-                    f"the callback {_name_of(callback)} raised {what} in {hook} at step {step}{_place(error)}"
+                    f"the callback {_name_of(callback)} raised {what} in {hook} at step {step}{line_of(error, method)}"
                 )
                 self.failure.__cause__ = error
 
@@ -137,7 +136,7 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> object:
         return loaded(**kwargs)
     except (Exception, SystemExit) as error:
         arguments = f"kwargs {', '.join(kwargs)}" if kwargs else "no kwargs"
-        reason = f"{type(error).__name__}: {error}{_place(error)}"
+        reason = f"{type(error).__name__}: {error}{line_of(error, loaded)}"
         raise ValueError(f"{what} cannot be made with {arguments}: {reason}") from error
 
 
@@ -157,11 +156,6 @@ def _check_hooks(callback: object) -> None:
 def _check_metric(stopping: EarlyStopping, config: RunConfig) -> None:
     if fault := next(config.metric_faults("the metric of early stopping", stopping.metric), None):
         raise ValueError(fault)
-
-
-def _place(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 class Stop(Exception):  # noqa: N818

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -51,6 +52,21 @@ def load_user_code(name: str, what: str) -> Any:
     if found is None:
         raise ValueError(f"{what} cannot be loaded: {place} has no function {attribute}")
     return found
+
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def line_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """Returns `` (file:line)``, or an empty text for an error of this package: the last line in the file of ``function``, or
+    in the file that it entered first if it is not written in Python.
+    """
+    frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(_PACKAGE)]
+    file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+    lines = [item for item in frames if item.filename == file] or [
+        item for item in frames if item.filename == frames[0].filename
+    ]
+    return f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopSignals
+from tepo_megatron.runtime.user_code import line_of
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.tasks.data.sources import ProblemSampler
@@ -367,8 +367,7 @@ def _draw_groups(
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if is_ours(error) or isinstance(error, ServerDied):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raised = f"{type(error).__name__} in step {sampler.step}: {error} ({frame.filename}:{frame.lineno})"
+        raised = f"{type(error).__name__} in step {sampler.step}: {error}{line_of(error, collect)}"
         raise RuntimeError(f"{what} raised {raised}") from error
     is_sequence = isinstance(rollouts, Sequence) and not isinstance(rollouts, str | dict)
     if not is_sequence or not all(isinstance(rollout, Rollout) for rollout in rollouts):

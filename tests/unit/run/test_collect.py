@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 from collections import Counter
@@ -399,6 +400,7 @@ def spoiled(**changes: Any) -> Any:
         (lambda found: None, "returned no list of rollouts in step 1"),
         (lambda found: [each.text for each in found], "returned no list of rollouts in step 1"),
         (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_collect\.py:\d+\)"),
+        (lambda found: json.loads("{"), r"raised JSONDecodeError in step 1: .*test_collect\.py:\d+\)"),
         (lambda found: sys.exit(3), r"raised SystemExit in step 1: 3 \(.*test_collect\.py:\d+\)"),
         (lambda found: asyncio.run(cancelled()), r"raised CancelledError in step 1: .*test_collect\.py:\d+\)"),
     ],

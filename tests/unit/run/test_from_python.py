@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +99,22 @@ def test_a_run_that_cannot_begin_does_not() -> None:
             Callbacks([Told("on_run_begin", 0, error)]).begin(RunInfo(RunConfig(), 0, []))
     with pytest.raises(KeyboardInterrupt):  # Ctrl-C is no error of a callback
         Callbacks([Told("on_step_end", 0, KeyboardInterrupt())]).tell("on_step_end", 0, 0, {})
+
+
+class Reads:
+    @torch.no_grad()
+    def on_rollouts(self, step: int, rollouts: Any) -> None:
+        json.loads("{")
+
+    def on_run_end(self, step: int) -> None:
+        json.loads("{")
+
+
+@pytest.mark.parametrize("hook", ["on_rollouts", "on_run_end"])
+def test_an_error_names_the_callbacks_line_not_that_of_a_library_or_decorator(hook: str) -> None:
+    callbacks = Callbacks([Reads()])
+    callbacks.tell(hook, 1, *([1, []] if hook == "on_rollouts" else [1]))
+    assert re.search(rf"raised JSONDecodeError: .* in {hook} at step 1 \({re.escape(__file__)}:\d+\)$", str(callbacks.failure))
 
 
 FILE = """
