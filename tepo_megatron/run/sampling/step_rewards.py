@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.runtime.user_code import load_user_code
+from tepo_megatron.runtime.user_code import line_of, load_user_code
 from tepo_megatron.tasks.protocol import RewardResult
 
 
@@ -148,7 +148,8 @@ class GroupFilters:
             try:
                 decision = keeps(rewarded)
             except (Exception, SystemExit) as error:
-                raise RuntimeError(f"{what} raised {type(error).__name__} on {problem}: {error}") from error
+                reason = f"{error}{line_of(error, keeps)}"
+                raise RuntimeError(f"{what} raised {type(error).__name__} on {problem}: {reason}") from error
             if not isinstance(decision, bool):
                 raise RuntimeError(f"{what} returned {decision!r} for {problem}; return True to keep it, or False")
             if not decision:

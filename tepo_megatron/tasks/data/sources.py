@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tepo_megatron.config.data import DataConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.runtime.user_code import load_user_code
+from tepo_megatron.runtime.user_code import line_of, load_user_code
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
@@ -127,7 +127,8 @@ def _call(function: _OfProblem, what: str, problem: Problem) -> Any:
     try:
         return function(problem)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} raised {type(error).__name__} on problem {problem.id!r}: {error}") from error
+        place = line_of(error, function)
+        raise ValueError(f"{what} raised {type(error).__name__} on problem {problem.id!r}: {error}{place}") from error
 
 
 def _order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
