@@ -69,6 +69,11 @@ def line_of(error: BaseException, function: Callable[..., Any]) -> str:
     return f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
 
 
+def plain(value: Any) -> Any:
+    """Returns what a scalar of NumPy or torch holds; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def _import_file(path: Path) -> ModuleType:
     """The file can import its neighbours, unless another module has the name."""
     if str(path.parent) not in sys.path:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.runtime.user_code import line_of, load_user_code
+from tepo_megatron.runtime.user_code import line_of, load_user_code, plain
 from tepo_megatron.tasks.protocol import RewardResult
 
 
@@ -146,7 +146,7 @@ class GroupFilters:
             what = f"the filter {name} (rollout.filter_groups.filters)"
             problem = f"the group of problem {group[0].problem_id!r}"
             try:
-                decision = keeps(rewarded)
+                decision = plain(keeps(rewarded))
             except (Exception, SystemExit) as error:
                 reason = f"{error}{line_of(error, keeps)}"
                 raise RuntimeError(f"{what} raised {type(error).__name__} on {problem}: {reason}") from error

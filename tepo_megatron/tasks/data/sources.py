@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tepo_megatron.config.data import DataConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.runtime.user_code import line_of, load_user_code
+from tepo_megatron.runtime.user_code import line_of, load_user_code, plain
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
@@ -125,7 +125,7 @@ def _load_filter(name: str) -> _OfProblem:
 
 def _call(function: _OfProblem, what: str, problem: Problem) -> Any:
     try:
-        return function(problem)
+        return plain(function(problem))
     except (Exception, SystemExit) as error:
         place = line_of(error, function)
         raise ValueError(f"{what} raised {type(error).__name__} on problem {problem.id!r}: {error}{place}") from error

@@ -50,7 +50,8 @@ def test_each_source_is_read_in_its_own_way_or_the_common_one(tmp_path: Path) ->
 def test_filters_and_their_counts(tmp_path: Path) -> None:
     own = tmp_path / "keeps.py"
     own.write_text(
-        "def short(problem):\n    return len(problem.prompt) < 3\n\ndef vague(problem):\n    return 1\n\n"
+        "import numpy\ndef short(problem):\n    return numpy.less(len(problem.prompt), 3)\n\n"
+        "def vague(problem):\n    return 1\n\n"
         "def broken(problem):\n    return problem.grade\n\ndef leaves(problem):\n    raise SystemExit(0)\n"
     )
     program = tmp_path / "program.py"
@@ -63,7 +64,7 @@ def test_filters_and_their_counts(tmp_path: Path) -> None:
     assert set(found.notices) == {f"{notice} unique", f"{notice} number", f"{notice} short"}
     for name, message in (
         ("vague", r"the filter vague \(data\.filter\) returned 1 for problem 'a:1'; return True to keep it, or False"),
-        ("broken", r"the filter broken \(data\.filter\) raised AttributeError on problem 'a:1': .* \(/.*/keeps\.py:8\)$"),
+        ("broken", r"the filter broken \(data\.filter\) raised AttributeError on problem 'a:1': .* \(/.*/keeps\.py:9\)$"),
         ("leaves", r"the filter leaves \(data\.filter\) raised SystemExit on problem 'a:1': 0"),
         ("nothing", "has no function nothing"),
     ):

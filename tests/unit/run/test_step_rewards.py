@@ -211,13 +211,20 @@ def test_ones_own_filter_is_a_function_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "my_filters.py"
     path.write_text(
         "def few(group):\n    return len(group) < 3\n\ndef broken(group):\n    return group[0].grade\n\n"
-        "def vague(group):\n    return len(group)\n"
+        "def vague(group):\n    return len(group)\n\n"
+        "import numpy, torch\n"
+        "def differ(group):\n    return numpy.std([item.reward for item in group]) > 0\n"
+        "def solved(group):\n    return torch.tensor([item.reward for item in group]).max() > 0\n"
+        "def arrays(group):\n    return numpy.array([True])\n"
     )
     filters = GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:few", "zero_variance")}))
     assert filters.causes == ("few", "zero_variance", "no_reward")
     assert filters.refuse(group([0.0, 1.0, 1.0])) == "few"
     assert filters.refuse(group([1.0, 1.0])) == "zero_variance"
+    scalars = GroupFilters(RolloutConfig(filter_groups={"filters": (f"{path}:differ", f"{path}:solved")}))
+    assert [scalars.refuse(group(rewards)) for rewards in ([0.0, 1.0], [1.0, 1.0], [-1.0, 0.0])] == [None, "differ", "solved"]
     for name, sentence in (
+        ("arrays", r"the filter arrays .* returned array\(\[ True\]\) for the group of problem 'p'"),
         ("broken", r"the filter broken .* raised AttributeError on the group of problem 'p': .* \(/.*/my_filters\.py:5\)$"),
         ("vague", "the filter vague .* returned 2 for the group of problem 'p'; return True to keep it"),
     ):
