@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from tepo_megatron.config import DataConfig, RunConfig
+from tepo_megatron.config import DataConfig, RewardConfig, RunConfig
 from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.load import escape_references
 from tepo_megatron.config.paths import seen_from
@@ -25,6 +25,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.rows import DataFiles
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.weights.architecture import read_model_spec
 
@@ -148,6 +149,11 @@ class NewRun:
             if lost := check_reachable(answer, self._train):
                 refuses = f"{answer} refuses the answers of {lost} problems themselves"
                 echo(f"  warning: {refuses}: no response solves them", err=True)
+            with RewardPool(RewardConfig(verifier=answer)) as pool:
+                pool.rehearse([*self._train, *self._heldout])
+                if self._heldout and pool.components:
+                    parts = ", ".join(pool.components)
+                    echo(f"  warning: set evaluate.correct to the component that says what is correct: {parts}", err=True)
             return answer
 
         self._verifier = _ask(f"Verifier: {_VERIFIERS}", value, "--verifier", check)

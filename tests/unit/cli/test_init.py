@@ -155,6 +155,21 @@ def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> No
         assert said in invoke("init", *words, code=code).stderr
 
 
+def test_a_verifier_is_tried(own: Path) -> None:
+    (own / "mine.py").write_text(
+        "def none(problem, response):\n    pass\n\nclass Empty:\n    pass\n\n"
+        "def parts(problem, response):\n    return {'right': 1.0, 'short': 0.5}\n"
+    )
+    words = [*INIT[:4], "--heldout", "heldout.jsonl", "--gpus", "0", "--verifier"]
+    for name, said in (("none", "cannot score the first"), ("Empty", "has neither a method score")):
+        assert said in invoke("init", *words, f"mine.py:{name}", code=1).stderr
+        assert not (own / "run.yaml").exists()
+    assert (
+        "set evaluate.correct to the component that says what is correct: right, short"
+        in invoke("init", *words, "mine.py:parts").stderr
+    )
+
+
 def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {})  # of the machine
     settings = ["model.path=model", "data.train=train.jsonl", "data.heldout=heldout.jsonl"]
