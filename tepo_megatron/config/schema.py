@@ -52,6 +52,7 @@ class _Place(NamedTuple):
 
 
 _PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
+_ROOT: ContextVar[type[Section]] = ContextVar("root", default=RunConfig)
 
 
 @contextmanager
@@ -66,6 +67,8 @@ def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
 
 def json_schema() -> Node:
     """For a run's YAML (draft 2020-12)."""
+    if (root := _ROOT.get()) is not RunConfig:
+        return _schema_of(root)
     return _schema(tuple((name, Plugin.load(name).digest) for name in _PLUGINS.get()))
 
 
@@ -74,6 +77,11 @@ class _SchemaGenerator(GenerateJsonSchema):
 
     def normalize_name(self, name: str) -> str:
         return super().normalize_name(name.removeprefix("_"))
+
+
+@cache
+def _schema_of(root: type[Section]) -> Node:
+    return root.model_json_schema(schema_generator=_SchemaGenerator)
 
 
 @cache
@@ -241,16 +249,20 @@ def _named(node: Node) -> Node:
 _MOST_PROBLEMS = 40
 
 
-def describe(error: Exception, above: tuple[str, ...] = ()) -> list[str]:
+def describe(error: Exception, above: tuple[str, ...] = (), root: type[Section] = RunConfig) -> list[str]:
     """Sentences for an error of pydantic, OmegaConf, PyYAML or a file; refusing union members share one. ``above``: the place
-    of the section that was validated.
+    of the section that was validated, in ``root``.
     """
     if isinstance(error, ValidationError):
         details = error.errors()
         for detail in details:
             detail["loc"] = (*above, *detail["loc"])
         details = [item for item in details if not _is_of_another_form(item, details)]
-        lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
+        token = _ROOT.set(root)
+        try:
+            lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
+        finally:
+            _ROOT.reset(token)
         return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
     if isinstance(error, OmegaConfBaseException):
         what = str(error.msg or error).splitlines()[0]
@@ -293,6 +305,8 @@ def _describe(detail: ErrorDetails) -> str:
     line = f"{place.path}: got {show(raw)}; allowed: {_allowed(place.node)}"
     if kind in ("string_too_short", "string_too_long"):
         line += f" of {place.node.get('minLength', 0)} to {place.node.get('maxLength', 'any number of')} characters"
+    if kind == "too_short" and len(raw) < (least := detail["ctx"]["min_length"]):
+        line += f"; give {least} or more"
     if kind == "string_type" and isinstance(raw, int | float) and "a list" not in line:
         line += f" (to give a number as text: {place.path}='\"{show(raw)}\"')"
     return line

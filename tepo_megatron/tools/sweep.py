@@ -31,6 +31,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section, read_yaml
 from tepo_megatron.config.load import ConfigError, as_yaml, escape_references, load_run, setting_of_file
 from tepo_megatron.config.paths import absolute
+from tepo_megatron.config.schema import describe
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime.job_control import stopped_together
@@ -46,7 +47,9 @@ _MOST_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _LAST_LINES = 30
 _Settings = tuple[str, ...]  # dotted overrides, such as optimizer.lr=5e-5
-_Choice = Annotated[_Settings, BeforeValidator(lambda raw: (raw,) if isinstance(raw, str) else raw)]
+_Choice = Annotated[
+    _Settings, BeforeValidator(lambda raw: (raw,) if isinstance(raw, str) else raw, json_schema_input_type=str | _Settings)
+]
 _Row = Mapping[str, Any]
 
 
@@ -173,12 +176,7 @@ def read_sweep(path: Path) -> SweepFile:
     try:
         sweep = SweepFile.model_validate(document)
     except ValidationError as error:
-        unknown = f"unknown key; there are {', '.join(SweepFile.model_fields)}"
-        lines = [f"{path}: not a sweep"]
-        for item in error.errors():
-            message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
-            lines.append(f"  {'.'.join(map(str, item['loc'])) or 'sweep'}: {message}")
-        raise ValueError("\n".join(lines)) from error
+        raise ValueError("\n  ".join([f"{path}: not a sweep", *describe(error, root=SweepFile)])) from error
 
     def settings(choice: Iterable[str]) -> tuple[str, ...]:
         return tuple(setting_of_file(setting, path) for setting in choice)

@@ -195,7 +195,10 @@ def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"axis": {}}, "axis: unknown key"),
+        ({"axis": {}}, "axis: unknown key (got {}); did you mean axes?"),
+        ({"axes": 3}, "axes: got 3; allowed: a section"),
+        ({"axes": {"lr": {"a": 3}}}, "axes.lr.a: got 3; allowed: text or a list, each item text"),
+        ({"reach": [{"at": 0.5}]}, "reach[0].at: got 0.5; allowed: a list, each item a number"),
         ({"axes": {"lr": {"a/b": "optimizer.lr=1"}}}, "becomes part of a folder's name"),
         ({"axes": {"lr": {}}}, "axes.lr has no choices"),
         ({"overrides": ["train.steps=7", "seed=7"]}, "seed=7: every run has its own seed and output; write seeds: / output:"),
@@ -203,8 +206,8 @@ def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(
         ({"axes": {"seed": {"a": "optimizer.lr=1"}}}, "axes.seed: the tables have a column of this name"),
         ({"leave_out": [{"lr": "low"}]}, "axes.lr.low is not there"),
         ({"seeds": [1, 1]}, "has one of them twice"),
-        ({"seeds": []}, "seeds"),
-        ({"run": None}, "run"),
+        ({"seeds": []}, "seeds: got []; allowed: a list, each item an integer ≥ 0; give 1 or more"),
+        ({"run": None}, "run: got null; allowed: a path"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_sentence(tmp_path: Path, given: dict[str, Any], said: str) -> None:
