@@ -180,7 +180,7 @@ def _text(columns: Mapping[str, Any], config: SourceConfig, field: str) -> str:
         parent, _, key = name.rpartition(".")
         outer = columns if name in columns else _get(columns, parent)
         if isinstance(outer, Mapping) and (name in columns or key in outer):
-            raise ValueError(f"{name!r} is null")
+            raise ValueError(f"{name!r} is null or NaN")
         free = [key for key in columns if key not in ("messages", *named.values())]
         likely = shlex.quote(f"data.fields.{field}={free[-1 if field == 'answer' else 0]}") if free else ""
         hint = f"; if another key has it, say which one, such as {likely}" if free else ""

@@ -95,8 +95,8 @@ GOOD = '{"prompt": "p", "answer": "a", "id": "one"}\n'
         ("jsonl", f'{GOOD}\n{{"prompt": "p", "solution": "a"}}', r":3: 'answer' is missing .*data\.fields\.answer=solution"),
         ("jsonl", '{"prompt": "  \\n", "answer": "a"}', ":1: 'prompt' is empty"),
         ("jsonl", '{"prompt": "p", "answer": " "}', ":1: 'answer' is empty"),
-        ("jsonl", '{"prompt": "p", "answer": null}', ":1: 'answer' is null$"),
-        ("jsonl", '{"prompt": "p", "answer": NaN}', ":1: 'answer' is null$"),
+        ("jsonl", '{"prompt": "p", "answer": null}', ":1: 'answer' is null or NaN$"),
+        ("jsonl", '{"prompt": "p", "answer": NaN}', ":1: 'answer' is null or NaN$"),
         ("jsonl", '{"prompt": "p"}', r":1: 'answer' is missing \(the keys are: prompt\)$"),
         ("jsonl", '{"prompt": "p", "the (b)": "x"}', r":1: .* such as 'data\.fields\.answer=the \(b\)'$"),
         ("jsonl", '{"prompt": "p", "answer": {"value": 1}}', r":1: .*}; .* such as data\.fields\.answer=answer\.value$"),
@@ -168,7 +168,7 @@ def test_a_template_makes_the_prompt_of_any_columns(tmp_path: Path) -> None:
     lacking = write_parquet(tmp_path / "c.parquet", [{"answer": 2.5, "level": float("nan")}])
     with pytest.raises(ValueError, match=r"the template has \{level\}, which is missing or empty"):
         load_problems(source(lacking, template="{level}"))
-    with pytest.raises(ValueError, match="row 1: 'level' is null"):
+    with pytest.raises(ValueError, match="row 1: 'level' is null or NaN"):
         load_problems(source(lacking, fields={"prompt": "answer", "answer": "level"}))
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the template has \{nothing\}, .* \(the keys are: question, unit, ans"):
         load_problems(source(path, template="{nothing}"))
