@@ -67,7 +67,8 @@ def _show_schema(
 
 def _convert(name: str, file: Path) -> None:
     from tepo_megatron.config.load import ConfigError, as_yaml, dump_diff
-    from tepo_megatron.config.peers import convert, read_peer_file
+    from tepo_megatron.config.peer_files import read_peer_file
+    from tepo_megatron.config.peers import convert
 
     settings, left = convert(name, read_peer_file(name, file))
     try:

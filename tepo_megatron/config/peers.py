@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache, reduce
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from tepo_megatron.config.peer_files import resolved, shown
 from tepo_megatron.errors import is_ours
-from tepo_megatron.runtime.text import flat
 
 
 class _Key(NamedTuple):
@@ -57,53 +54,10 @@ def _key(raw: Any) -> _Key:
     return _Key(fields, raw.get("values"), unset, "made" in raw, raw.get("note", ""), unless, raw.get("otherwise", ""))
 
 
-def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> str:
-    """Returns YAML. NeMo-RL's ``defaults`` name files beside it, which come below it. Raises ValueError."""
-    if file.resolve() in children:
-        raise ValueError(f"{file} is its own parent by defaults; correct the file")
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    raw = _parsed(text)
-    if name != "nemo-rl" or not isinstance(raw, DictConfig):
-        return text
-    named = raw.get("defaults")
-    listed = [named] if isinstance(named, str) else list(named) if isinstance(named, ListConfig) else []
-    parents = [file.parent / item for item in listed if isinstance(item, str) and (file.parent / item).is_file()]
-    if not parents or len(parents) < len(listed):
-        return text
-    del raw["defaults"]
-    below = [_parsed(read_peer_file(name, parent, (*children, file.resolve()))) for parent in parents]
-    if wrong := [parent for parent, content in zip(parents, below, strict=True) if not isinstance(content, DictConfig)]:
-        raise ValueError(f"{wrong[0]} has no settings, and {file} names it in defaults; correct one of the two")
-    try:
-        return OmegaConf.to_yaml(reduce(_over, [OmegaConf.create({}), *below, raw]))
-    except (TypeError, OmegaConfBaseException) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{file} and the files of its defaults do not fit together ({said}); correct one of them") from error
-
-
-def _over(below: Any, above: Any) -> Any:
-    """A section of ``above`` with ``_override_`` replaces the one below; others are merged."""
-    sections: Any = OmegaConf.to_container(above)
-    for name, section in sections.items():
-        if isinstance(section, dict) and section.pop("_override_", False):
-            below.pop(name, None)
-    return OmegaConf.merge(below, sections)
-
-
-def _parsed(text: str) -> DictConfig | ListConfig:
-    try:
-        return OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
-
-
 def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     """Returns settings by dotted name, and a sentence for each key without a counterpart. Raises ValueError."""
     peer, left = peers()[name], list[str]()
-    written = _resolved(text, left)
+    written = resolved(text, left)
     if written and not any(part in peer.keys for key in written for part in (key, *_parents(key))):
         raise ValueError(f"the file has no setting of {peer.title}; give {peer.reads}, not a script that starts it")
     read = {**peer.defaults, **{key: value for key, value in written.items() if value is not None}}
@@ -114,7 +68,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
             section = next((part for part in _parents(key) if entry is None and part in peer.keys), "")
             off = entry is None and (key.endswith("_target_") or value is False or value in ("", [], {}))
             why = (entry or peer.keys.get(section) or _Key(())).note or "nothing here corresponds"
-            sentence = f"{section or f'{key} = {_show(value)}'}: {why}"
+            sentence = f"{section or f'{key} = {shown(value)}'}: {why}"
             left += [sentence] if key in written and not off and sentence not in left else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:
             _put(result, key, entry, value, peer.defaults.get(key), left)
@@ -149,36 +103,13 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
     elif value not in (False, ""):
         if default in entry.values:
             result[field] = entry.values[default]
-        known = f"known are {', '.join(map(_show, entry.values))}"
-        left.append(f"{key} = {_show(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
-
-
-def _resolved(text: str, left: list[str]) -> dict[str, Any]:
-    """References to other keys are followed; what another resolver computes is left out."""
-    whole, result = _parsed(text), dict[str, Any]()
-    raw = OmegaConf.to_container(whole)
-    if not isinstance(raw, Mapping):
-        raise ValueError("the file has no settings; give the YAML that the other trainer reads")
-    for key, value in flat(raw).items():
-        if isinstance(value, str) and "${" in value:
-            try:
-                if ":" in value.replace("${oc.select:", ""):  # which names a key, as ${data.seed} does
-                    raise ValueError("it is computed; write the number")
-                value = OmegaConf.select(whole, key, throw_on_resolution_failure=True)
-            except (OmegaConfBaseException, ValueError) as error:
-                left.append(f"{key} = {_show(value)}: {' '.join(str(error).split())}")
-                continue
-        result[key] = value
-    return result
+        known = f"known are {', '.join(map(shown, entry.values))}"
+        left.append(f"{key} = {shown(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
 
 
 def _parents(key: str) -> Iterator[str]:
     while key := key.rpartition(".")[0]:
         yield key
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _whole(value: float, what: str) -> int:
