@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -97,7 +97,8 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
     if field == "data.train" and isinstance(value, list) and len(value) > 1:
         left.append(f"{key}: here every file gives as many prompts; data.train's weight changes that")
     if entry.values is None:
-        result[field] = value[0] if isinstance(value, list) and len(value) == 1 and field.startswith("data.") else value
+        is_list = isinstance(value, list) and field.startswith("data.")
+        result[field] = (value[0] if len(value) == 1 else _sources(value)) if is_list else value
     elif isinstance(value, str | bool | int | float) and value in entry.values:
         result[field] = entry.values[value]
     elif value not in (False, ""):
@@ -105,6 +106,17 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
             result[field] = entry.values[default]
         known = f"known are {', '.join(map(shown, entry.values))}"
         left.append(f"{key} = {shown(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
+
+
+def _sources(files: list[Any]) -> list[Any]:
+    """Names files that are called alike after the nearest folders that differ."""
+    parts = [(*path.parts[:-1], path.stem) for path in map(PurePath, map(str, files))]
+    for depth in range(1, min(map(len, parts), default=0) + 1):
+        for raw in ([part[-depth] for part in parts], ["-".join(part[-depth:]) for part in parts]):
+            names = [re.sub(r"^[^A-Za-z_]+|[^\w.-]", "", name)[:60] for name in raw]
+            if all(names) and len(set(names)) == len(names):
+                return files if depth == 1 else [{"name": name, "path": file} for name, file in zip(names, files, strict=True)]
+    return files
 
 
 def _parents(key: str) -> Iterator[str]:

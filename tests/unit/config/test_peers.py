@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.config.load import ConfigError, as_yaml, load_run
 from tepo_megatron.config.peers import convert, peers
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
@@ -283,10 +283,20 @@ def test_a_reward_function_of_verl_is_the_verifier(place: str, name: str, functi
     assert not any("corresponds" in sentence or "default_compute_score" in sentence for sentence in left)
 
 
-def test_a_list_of_files_is_a_list_of_sources() -> None:
-    made, left = convert("verl", "data: {train_files: [a.parquet, b.parquet]}")
-    config = load_run(None, [f"data.train={made['data.train']}", "evaluate.every=0"])
-    assert [source.path for source in config.data.train_sources] == ["a.parquet", "b.parquet"]
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a.parquet", "b.parquet"], ["a", "b"]),
+        (["/d/gsm8k/train.parquet", "/d/math/train.parquet"], ["gsm8k", "math"]),
+        (["/d/gsm8k/v1/train.parquet", "/d/math/v1/train.parquet"], ["gsm8k", "math"]),
+        (["d/math/a.json", "d/math/b.json", "d/1 gsm8k/a.json"], ["math-a", "math-b", "gsm8k-a"]),
+    ],
+)
+def test_a_list_of_files_is_a_list_of_sources(paths: list[str], names: list[str]) -> None:
+    made, left = convert("verl", f"data: {{train_files: {paths}, val_files: {paths}}}")
+    config = load_run(None, [f"data.{field}={as_yaml(made[f'data.{field}'])}" for field in ("train", "heldout")])
+    assert [(source.path, source.called) for source in config.data.train_sources] == list(zip(paths, names, strict=True))
+    assert made["data.heldout"] == made["data.train"]
     assert any("every file gives as many prompts" in sentence for sentence in left)
 
 
