@@ -67,7 +67,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
         if entry is None or (entry.note and value not in entry.unless):
             section = next((part for part in _parents(key) if entry is None and part in peer.keys), "")
             off = entry is None and (key.endswith("_target_") or value is False or value in ("", [], {}))
-            why = (entry or peer.keys.get(section) or _Key(())).note or "nothing here corresponds"
+            why = (entry or peer.keys.get(section) or _Key(())).note or "no counterpart is known"
             sentence = f"{section or f'{key} = {shown(value)}'}: {why}"
             left += [sentence] if key in written and not off and sentence not in left else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:

@@ -186,7 +186,7 @@ def test_terms_of_other_losses_and_weights_for_their_samplers_are_kept(name: str
     made, left = convert(name, values)
     result = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("objective.")]).objective
     assert result == load_run(None, [f"objective={objective}"]).objective
-    assert not any("corresponds" in sentence for sentence in left)
+    assert not any("no counterpart" in sentence for sentence in left)
     assert any("nothing bounds its weights" in sentence for sentence in left) == ("seq-mask-tis" in text)
 
 
@@ -280,7 +280,7 @@ def test_data_of_nemo_rl_is_found_in_both_of_its_places() -> None:
 def test_a_reward_function_of_verl_is_the_verifier(place: str, name: str, function: str) -> None:
     made, left = convert("verl", f"{{{place.format(f'{{path: my.py{name}}}')}}}")
     assert made["reward.verifier"] == f"my.py:{function}"
-    assert not any("corresponds" in sentence or "default_compute_score" in sentence for sentence in left)
+    assert not any("no counterpart" in sentence or "default_compute_score" in sentence for sentence in left)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_an_advantage_of_nemo_rl_is_kept_or_said(text: str, kind: str, said: boo
     made, left = convert("nemo-rl", f"grpo: {{{text}}}")
     assert (made["objective.advantage.kind"], made["data.chat_template"]) == (kind, True)
     assert made.get("objective.advantage.over") == ("tokens" if kind == "whitened" else None)
-    assert not any("corresponds" in sentence for sentence in left)
+    assert not any("no counterpart" in sentence for sentence in left)
     assert any("use_leave_one_out_baseline" in sentence for sentence in left) == said
 
 
@@ -444,10 +444,10 @@ def test_what_is_off_or_of_one_section_is_not_said_each_time() -> None:
     made, left = convert("verl", text)
     assert made["data.order"] == "as_given"
     assert [sentence for sentence in left if re.match("data|critic|mtp", sentence)] == [
-        "data.new = 0: nothing here corresponds",
+        "data.new = 0: no counterpart is known",
         "critic: there is no critic",
-        "mtp.kept = 1: nothing here corresponds",
-        "mtp.new = 0: nothing here corresponds",
+        "mtp.kept = 1: no counterpart is known",
+        "mtp.new = 0: no counterpart is known",
     ]
 
 
