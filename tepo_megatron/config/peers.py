@@ -173,6 +173,10 @@ def _instead_of_fsdp(result: Mapping[str, Any], left: list[str]) -> tuple[int, i
     return tp, 1, 1
 
 
+def _floor(schedule: Any, lowest: float | None) -> float | None:
+    return lowest if schedule in ("linear", "cosine") else None  # a constant rate does not fall to it
+
+
 def _loggers(names: Any, project: str) -> dict[str, Any]:
     listed = [names] if isinstance(names, str) else list(names or ())
     return {"log.tensorboard": "tensorboard" in listed, "log.wandb.project": project if "wandb" in listed else None}
@@ -275,6 +279,8 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         result["engine.recompute"] = actor.get("megatron.override_transformer_config.recompute_granularity") or "none"
     usual, dual = actor["clip_ratio"], actor["clip_ratio_c"]
     low, high = (usual if (bound := actor.get(f"clip_ratio_{end}")) is None else bound for end in ("low", "high"))
+    style, ratio = actor.get("optim.warmup_style"), actor.get("optim.min_lr_ratio") or 0
+    schedule = style if style in ("constant", "cosine") else result.get("optimizer.schedule")
     preset = result.get("objective.preset")
     if preset in ("gspo", "gmpo", "sapo"):  # verl's have one aggregation, whatever loss_agg_mode says, and no dual clip
         result.pop("objective.aggregation.kind", None)
@@ -282,7 +288,8 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     made = {
         "train.minibatches": updates,
         "optimizer.betas": actor["optim.betas"],
-        "optimizer.schedule": style if (style := actor.get("optim.warmup_style")) in ("constant", "cosine") else None,
+        "optimizer.schedule": schedule,
+        "optimizer.min_lr": _floor(schedule, actor.get("optim.min_lr") or ratio * actor["optim.lr"]),
         "objective.advantage.over": "tokens" if result.get("objective.advantage.kind") == "whitened" else None,
         **_clip(result, low, high, dual),
         # TRL's has no lower bound, and 1 or more bounds nothing in verl's
@@ -356,7 +363,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     names = sizes if megatron else ("tensor_parallel_size", "", "context_parallel_size")
     split = tuple(int(read.get(f"{part}{name}") or 1) for name in names)
     split = split if megatron or split[0] > 1 else _instead_of_fsdp(result, left)
-    for name in [] if megatron else [name for name in result if name.startswith("engine.parallel.")]:
+    for name in [] if megatron else [name for name in result if name.startswith(("engine.parallel.", "optimizer.schedule"))]:
         del result[name]  # of the section that is off
     drawn = read["grpo.num_prompts_per_step"] * read["grpo.num_generations_per_prompt"]
     updates = _whole(drawn / read["policy.train_global_batch_size"], "a step's samples over policy.train_global_batch_size")
@@ -368,6 +375,7 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     made: dict[str, Any] = {
         "train.minibatches": updates,
         "optimizer.lr": read.get(f"{optimizer}lr"),
+        "optimizer.min_lr": _floor(result.get("optimizer.schedule"), read.get(f"{optimizer}min_lr")),
         "optimizer.weight_decay": read.get(f"{optimizer}weight_decay"),
         "optimizer.betas": _nemo_betas(read, optimizer),
         "optimizer.eps": read.get(f"{optimizer}adam_eps" if megatron else f"{optimizer}eps"),

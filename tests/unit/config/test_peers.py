@@ -190,6 +190,30 @@ def test_terms_of_other_losses_and_weights_for_their_samplers_are_kept(name: str
     assert any("nothing bounds its weights" in sentence for sentence in left) == ("seq-mask-tis" in text)
 
 
+MCORE = "optimizer: {{lr: 2.0e-6, min_lr: 2.0e-7}}, scheduler: {{lr_decay_style: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "schedule", "lowest"),
+    [
+        ("verl", "lr: 2.0e-6, min_lr_ratio: 0.1, lr_scheduler_type: cosine", "cosine", 2e-7),
+        ("verl", "lr: 2.0e-6, min_lr_ratio: 0.1, warmup_style: cosine", "cosine", 2e-7),
+        ("verl", "lr: 2.0e-6, min_lr_ratio: 0.1", "constant", 0.0),
+        ("verl", "lr: 2.0e-6, min_lr: 2.0e-7, lr_decay_style: linear", "linear", 2e-7),
+        ("nemo-rl", "enabled: true, " + MCORE.format("cosine"), "cosine", 2e-7),
+        ("nemo-rl", "enabled: true, " + MCORE.format("constant"), "constant", 0.0),
+        ("nemo-rl", MCORE.format("cosine"), "constant", 0.0),
+    ],
+)
+def test_the_lowest_rate_is_kept_where_the_rate_falls(name: str, text: str, schedule: str, lowest: float) -> None:
+    whole = "actor_rollout_ref: {{actor: {{optim: {{{}}}}}}}" if name == "verl" else "policy: {{megatron_cfg: {{{}}}}}"
+    made, left = convert(name, f"{{{whole.format(text)}}}")
+    optimizer = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("optimizer.")]).optimizer
+    assert optimizer.schedule == schedule
+    assert optimizer.min_lr == pytest.approx(lowest)
+    assert not any(re.search("min_lr|lr_decay_style", sentence) for sentence in left)
+
+
 def test_what_other_trainers_optimize_with_is_kept() -> None:
     verl = convert("verl", "{actor_rollout_ref: {actor: {optim: {lr_scheduler_type: cosine}}}}")[0]
     assert (verl["optimizer.schedule"], verl["optimizer.betas"]) == ("cosine", [0.9, 0.999])
