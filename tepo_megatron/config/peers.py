@@ -295,6 +295,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         # TRL's has no lower bound, and 1 or more bounds nothing in verl's
         **({"objective.trust_region.low": low} if preset == "cispo" and low < 1 else {}),
         **_verl_terms(read, actor, preset),
+        **_verl_rollout(read, result, left),
         **_machines(read["trainer.nnodes"], read["trainer.n_gpus_per_node"], split, result, left),
         **({"engine.parallel.sequence_parallel": False} if actor.get("megatron.sequence_parallel") is False else {}),
     }
@@ -340,6 +341,25 @@ def _verl_terms(read: Mapping[str, Any], actor: Mapping[str, Any], preset: Any) 
         low, _, high = str(read.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)).rpartition("_")
         bounds = {"kind": "mask", "low": float(low)} if low else {"kind": "truncate"}
         made["objective.mismatch"] = {**bounds, "level": level, "high" if low else "cap": float(high)}
+    return made
+
+
+def _verl_rollout(read: Mapping[str, Any], result: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    most, size = read.get("algorithm.filter_groups.max_num_gen_batches"), read["data.train_batch_size"]
+    if most is not None and "rollout.filter_groups.filters" in result:
+        bound = math.ceil(most * (read.get("data.gen_batch_size") or size) / size)
+        made["rollout.filter_groups.max_batches"] = bound if most > 0 else None
+        unbounded = "prompts have no bound there; rollout.filter_groups.max_batches is one here"
+        left += [] if most > 0 else [f"algorithm.filter_groups.max_num_gen_batches = {most}: {unbounded}"]
+    for place in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
+        if read.get(f"{place}.enable"):
+            made["rollout.truncated"] = "penalise"
+            made["rollout.overlong.buffer"] = read.get(f"{place}.len")
+            made["rollout.overlong.penalty"] = read.get(f"{place}.penalty_factor")
+            longest = read.get("reward_model.reward_kwargs.max_resp_len", read["data.max_response_length"])
+            same = longest == read["data.max_response_length"]
+            left += [] if same else [f"max_resp_len = {longest}: here the penalty ends at rollout.sampling.max_new_tokens"]
     return made
 
 

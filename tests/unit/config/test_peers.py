@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config.load import ConfigError, as_yaml, load_run
+from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.config.peers import convert, peers
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
@@ -106,29 +106,6 @@ def test_passes_over_a_batch_are_counted_in_the_steps_that_were_updates_there() 
     text = "{actor_rollout_ref: {actor: {ppo_epochs: 3, optim: {lr_warmup_steps: 5}}}}"
     made = convert("verl", text)[0]
     assert made["optimizer.warmup_steps"] == 5 * made["train.minibatches"] * (made["train.epochs_per_batch"] or 0) == 60
-
-
-def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
-    made = convert("verl", "{actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}, clip_ratio: 3.0e-4}}}")[0]
-    objective = load_run(None, [f"{name}={made[name]}" for name in made if name.startswith("objective.")]).objective
-    assert objective == load_run(None, ["objective={preset: gspo, trust_region: {low: 3.0e-4, high: 3.0e-4}}"]).objective
-
-
-@pytest.mark.parametrize(
-    ("actor", "low", "objective"),
-    [
-        ("policy_loss: {loss_mode: geo_mean}", 0.2, "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
-        ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", 0.2, "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
-        ("tau_pos: 1.0, tau_neg: 1.05", 0.2, "{preset: dapo, trust_region: {low: 0.2, high: 0.3, dual: 3.0}}"),
-        ("policy_loss: {loss_mode: cispo}", 0.2, "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
-        ("policy_loss: {loss_mode: cispo}", 10, "{preset: cispo, trust_region: {high: 0.3}}"),
-        ("policy_loss: {loss_mode: clip_cov}", 0.2, "{preset: clip_cov, trust_region: {low: 0.2, high: 0.3}}"),
-    ],
-)
-def test_losses_of_verl_keep_their_bounds_and_aggregation(actor: str, low: float, objective: str) -> None:
-    made = convert("verl", f"{{actor_rollout_ref: {{actor: {{{actor}, clip_ratio_low: {low}, clip_ratio_high: 0.3}}}}}}")[0]
-    result = load_run(None, [f"{name}={made[name]}" for name in made if name.startswith("objective.")]).objective
-    assert result == load_run(None, [f"objective={objective}"]).objective
 
 
 COV = "ppo_kl_coef: 0.2, kl_cov_ratio: 0.02, clip_cov_ratio: 0.001, clip_cov_lb: 2.0, clip_cov_ub: 4.0"
@@ -256,20 +233,6 @@ def test_a_reward_that_is_not_here_is_refused_until_one_is_set(name: str, text: 
     assert convert("trl", "reward_funcs: [my.f, accuracy_reward]")[0]["reward.verifier"] == "math"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("adv_estimator: gae", 'algorithm.adv_estimator = "gae": .*; group advantages are used instead'),
-        ("use_kl_in_reward: true", r"no KL is set; objective\.kl\.coefficient = 0\.001 sets one"),
-        ("use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.2}", r"no KL is set; objective\.kl\.coefficient = 0\.2 sets one"),
-    ],
-)
-def test_another_algorithm_of_verl_is_said(text: str, said: str) -> None:
-    made, left = convert("verl", f"algorithm: {{{text}}}")
-    assert any(re.search(said, sentence) for sentence in left)
-    assert "objective.kl.coefficient" not in made
-
-
 EXPERTS = "pipeline_model_parallel_size: 2, expert_model_parallel_size: 4, expert_tensor_parallel_size: 1"
 FIRST = "num_layers_in_first_pipeline_stage: 5"
 
@@ -297,31 +260,6 @@ def test_data_of_nemo_rl_is_found_in_both_of_its_places() -> None:
     old = "{data: {train_data_path: a.json, val_data_path: b.json, input_key: question, output_key: y}}"
     expected, made = convert("nemo-rl", old)[0], convert("nemo-rl", new)[0]
     assert (made["data.train"], made["data.heldout"], made) == ("a.json", "b.json", expected)
-
-
-@pytest.mark.parametrize(("name", "function"), [(", name: f", "f"), ("", "compute_score")])
-@pytest.mark.parametrize("place", ["custom_reward_function: {}", "reward: {{custom_reward_function: {}}}"])
-def test_a_reward_function_of_verl_is_the_verifier(place: str, name: str, function: str) -> None:
-    made, left = convert("verl", f"{{{place.format(f'{{path: my.py{name}}}')}}}")
-    assert made["reward.verifier"] == f"my.py:{function}"
-    assert not any("no counterpart" in sentence or "default_compute_score" in sentence for sentence in left)
-
-
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["a.parquet", "b.parquet"], ["a", "b"]),
-        (["/d/gsm8k/train.parquet", "/d/math/train.parquet"], ["gsm8k", "math"]),
-        (["/d/gsm8k/v1/train.parquet", "/d/math/v1/train.parquet"], ["gsm8k", "math"]),
-        (["d/math/a.json", "d/math/b.json", "d/1 gsm8k/a.json"], ["math-a", "math-b", "gsm8k-a"]),
-    ],
-)
-def test_a_list_of_files_is_a_list_of_sources(paths: list[str], names: list[str]) -> None:
-    made, left = convert("verl", f"data: {{train_files: {paths}, val_files: {paths}}}")
-    config = load_run(None, [f"data.{field}={as_yaml(made[f'data.{field}'])}" for field in ("train", "heldout")])
-    assert [(source.path, source.called) for source in config.data.train_sources] == list(zip(paths, names, strict=True))
-    assert made["data.heldout"] == made["data.train"]
-    assert any("every file gives as many prompts" in sentence for sentence in left)
 
 
 @pytest.mark.parametrize(("name", "path"), [("main", "hub:openai/gsm8k/main"), ("default", "hub:openai/gsm8k")])
