@@ -86,6 +86,8 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
             result[field] = f"hub:{path}"
     if name == "trl" and "data.train" in result and (folder := read.get("dataset_config") or "default") != "default":
         result["data.train"] = f"{result['data.train']}/{folder}"  # the folder's usual name
+    if (revision := read.get("model_revision", "main")) != "main" and str(result.get("model.path")).startswith("hub:"):
+        result["model.path"] = f"{result['model.path']}@{revision}"
     if "data.heldout" not in result:
         left += ["nothing is evaluated: give data.heldout and evaluate.every"] if result.get("evaluate.every") else []
         result["evaluate.every"] = 0
@@ -218,6 +220,8 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         "train.save_every": every("save_steps", "train.save_every"),
         "evaluate.every": every("eval_steps", "evaluate.every"),
         "optimizer.betas": [read["adam_beta1"], read["adam_beta2"]],
+        # keys of open-r1, which makes messages of every prompt
+        "data.chat_template": True if {"dataset_prompt_column", "system_prompt"} & read.keys() else None,
         **_machines(1, read["num_processes"], (1, 1, 1), result, left),
         **_clip(result, epsilon, read.get("epsilon_high") or epsilon, read.get("delta")),
     }

@@ -269,6 +269,23 @@ def test_a_configuration_of_a_data_set_is_its_folder(name: str, path: str) -> No
     assert not any("dataset_config" in sentence for sentence in left)
 
 
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("Qwen/Qwen2.5-7B, model_revision: v1.0", "hub:Qwen/Qwen2.5-7B@v1.0"),
+        ("Qwen/Qwen2.5-7B, model_revision: main", "hub:Qwen/Qwen2.5-7B"),
+        ("models/mine, model_revision: v1.0", "models/mine"),  # where TRL reads no revision
+    ],
+)
+def test_keys_of_open_r1_are_kept(text: str, path: str) -> None:
+    made, left = convert("trl", f"{{model_name_or_path: {text}, dataset_prompt_column: problem, system_prompt: Think.}}")
+    assert made["model.path"] == path
+    config = load_run(None, [f"{field}={made[field]}" for field in made if re.match(r"data\.(fields|system|chat)", field)])
+    assert (config.data.fields.prompt, config.data.system_prompt, config.data.chat_template) == ("problem", "Think.", True)
+    assert "data.chat_template" not in convert("trl", "max_steps: 9")[0]
+    assert not any("no counterpart" in sentence for sentence in left)
+
+
 def test_all_linear_is_spelled_as_in_peft() -> None:
     made = convert("trl", "{use_peft: true, lora_target_modules: all-linear}")[0]
     lora = load_run(None, [f"model.lora.target_modules={made['model.lora.target_modules']}"]).model.lora
