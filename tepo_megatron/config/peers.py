@@ -434,10 +434,11 @@ def _nemo_advantage(read: Mapping[str, Any], kind: str, left: list[str]) -> dict
     if kind == "group" and not normalized:
         kind = "leave_one_out" if without_itself else "no_std"
     elif without_itself:
-        left.append(
-            "grpo.use_leave_one_out_baseline = true with normalize_rewards: here the group's mean and deviation include the "
-            "response itself (objective.advantage.kind = leave_one_out is without the deviation)"
-        )
+        other = " (objective.advantage.kind = leave_one_out is without the deviation)" if kind == "group" else ""
+        itself = "here the group's mean and deviation include the response itself"
+        left.append(f"grpo.use_leave_one_out_baseline = true: {itself}{other}")
+    if kind == "gdpo" and not normalized:
+        left.append("normalize_rewards = false: here gdpo divides each component by its deviation in the group")
     return {"objective.advantage.kind": kind}
 
 

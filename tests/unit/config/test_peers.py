@@ -301,6 +301,8 @@ def test_all_linear_is_spelled_as_in_peft() -> None:
         ("use_leave_one_out_baseline: false, adv_estimator: {name: grpo, normalize_rewards: false}", "no_std", False),
         ("adv_estimator: {name: grpo, normalize_rewards: false}", "leave_one_out", False),
         ("adv_estimator: {name: gdpo, use_leave_one_out_baseline: false}", "gdpo", False),
+        ("adv_estimator: {name: gdpo, use_leave_one_out_baseline: false, normalize_rewards: false}", "gdpo", False),
+        ("adv_estimator: {name: gdpo, normalize_rewards: false}", "gdpo", True),
         ("adv_estimator: {name: reinforce_plus_plus}", "whitened", False),
     ],
 )
@@ -310,6 +312,9 @@ def test_an_advantage_of_nemo_rl_is_kept_or_said(text: str, kind: str, said: boo
     assert made.get("objective.advantage.over") == ("tokens" if kind == "whitened" else None)
     assert not any("no counterpart" in sentence for sentence in left)
     assert any("use_leave_one_out_baseline" in sentence for sentence in left) == said
+    assert any("kind = leave_one_out is" in sentence for sentence in left) == (said and kind == "group")
+    divided = any("normalize_rewards = false: here gdpo divides" in sentence for sentence in left)
+    assert divided == (kind == "gdpo" and "normalize_rewards: false" in text)
 
 
 @pytest.mark.parametrize(
