@@ -60,7 +60,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     written = resolved(text, left)
     if written and not any(part in peer.keys for key in written for part in (key, *_parents(key))):
         raise ValueError(f"the file has no setting of {peer.title}; give {peer.reads}, not a script that starts it")
-    read = {**peer.defaults, **{key: value for key, value in written.items() if value is not None}}
+    read = {**peer.defaults, **{key: value for key, value in written.items() if value is not None or key == _UNBOUNDED}}
     result: dict[str, Any] = {}
     for key, value in read.items():
         entry = peer.keys.get(key)
@@ -242,7 +242,8 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
     if read.get("vllm_importance_sampling_correction", True):
         level, _, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
         cap, low = (read.get(f"vllm_importance_sampling_{name}") for name in ("cap", "clip_min"))  # cap: of older versions
-        high = float(read.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap)
+        high = read.get(_UNBOUNDED, 3.0) if cap is None else cap
+        high = 1e9 if high is None else float(high)  # a bound that no weight reaches
         bounds = {"cap": high} if kind == "truncate" else {"low": float(low or 0), "high": high}
         if low and kind == "truncate":
             left.append(f"vllm_importance_sampling_clip_min = {low}: weights that are truncated have no lower bound here")
@@ -254,6 +255,9 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
     if "report_to" in read:
         made |= _loggers(read["report_to"], read.get("project", "trl"))
     return made | _reward(read.get("reward_funcs"), left)
+
+
+_UNBOUNDED = "vllm_importance_sampling_clip_max"  # null is a value of its own there
 
 
 def _reward(names: Any, left: list[str]) -> dict[str, Any]:

@@ -137,6 +137,8 @@ K1 = "kl: {coefficient: 0.01, estimator: k1, weight: importance}"
         ("verl", f"actor_rollout_ref.actor.policy_loss: {{loss_mode: clip_cov, {COV}}}", CLIP_COV),
         ("trl", f"{VLLM}_cap: 2.0, {VLLM}_clip_max: 4.0", USUAL.format(MASKED.format(0.0, 2.0))),
         ("trl", f"{VLLM}_clip_max: 4.0, {VLLM}_clip_min: 0.5", USUAL.format(MASKED.format(0.5, 4.0))),
+        ("trl", f"{VLLM}_clip_max: null, {VLLM}_clip_min: 0.5", USUAL.format(MASKED.format(0.5, 1e9))),
+        ("trl", f"{VLLM}_clip_max: null, {VLLM}_cap: 2.0", USUAL.format(MASKED.format(0.0, 2.0))),
         ("trl", f"loss_type: grpo, delta: 4.0, {SAPO}", "{preset: grpo, trust_region: {dual: 4.0}}"),
         ("trl", f"loss_type: cispo, delta: 4.0, {SAPO}", "{preset: cispo}"),
         ("trl", f"loss_type: sapo, delta: 4.0, {SAPO}", "{preset: sapo, trust_region: {tau_positive: 2.0, tau_negative: 3.0}}"),
