@@ -10,11 +10,13 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run
 from tepo_megatron.runtime.job_control import stopped_together
-from tepo_megatron.runtime.preemption import StopSignals
+from tepo_megatron.runtime.preemption import INTERRUPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.text import echo, outlive_readers
 
 app = typer.Typer()
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @app.command("train")
@@ -71,7 +73,7 @@ def _serve(
     outlive_readers()
     with stopped_together():
         config = load_config(run, overrides or ())
-        StopSignals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)).install()
+        StopSignals(numbers=_ENDS).install()
         from tepo_megatron.run.output.resume import resolve_dtype
         from tepo_megatron.run.step.placement import Placement
         from tepo_megatron.runtime.machine import this_machine
@@ -127,7 +129,12 @@ def _evaluate(
             )
         from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
-        result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)
+        try:
+            with StopSignals(numbers=_ENDS, ends=False).borrowed():
+                result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)
+        except KeyboardInterrupt as stop:
+            echo(f"{str(stop) or 'Ctrl-C'}: the evaluation ends; continue with the same command and --resume", err=True)
+            raise typer.Exit(stop.exit_code if isinstance(stop, StopRequested) else INTERRUPTED) from None
         folder = config.output / "eval"
         if as_json:
             heldout = {"k": result.k, "problems": result.num_problems} if result.num_problems else {}

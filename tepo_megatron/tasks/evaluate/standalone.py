@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from itertools import chain
@@ -21,7 +22,7 @@ from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.terminal import Terminal
-from tepo_megatron.runtime.text import parse_json
+from tepo_megatron.runtime.text import echo, parse_json
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -83,14 +84,17 @@ def evaluate_model(
         stored.unlink(missing_ok=True)
     truncation = truncation_of(config.rollout.sampling)
     served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
-    generate = partial(StoredResponses(stored, fleet.generate, state, served), **truncation)
+    progress = _progress()
+    generate = partial(StoredResponses(stored, partial(fleet.generate, on_progress=progress), state, served), **truncation)
+    num_problems = len(heldout[: config.evaluate.problems]) + sum(len(of.problems) for of in chosen)
+    echo(f"evaluates {model} on {num_problems} problems; starts the servers (their logs: {output / 'logs'})", err=True)
     with open_task(config, tokenizer, spec, reward) as task, verifier_pools(config, chosen, task, heldout) as pools, fleet:
         result = evaluate_all(
             config,
             heldout,
             chosen,
             generate=generate,
-            generate_heldout=task.heldout_generate(generate, fleet, heldout, **truncation),
+            generate_heldout=task.heldout_generate(generate, fleet, heldout, on_progress=progress, **truncation),
             tokenizer=tokenizer,
             pools=pools,
             seed=lambda _purpose: config.seed,
@@ -106,6 +110,22 @@ def evaluate_model(
         if chosen:
             console.print(_sets_table(model, result.sets, written[: len(result.sets)]))
     return result
+
+
+_PROGRESS_S = 10.0
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Says (prompts answered, all) on standard error, now and then."""
+    said = time.monotonic()
+
+    def say(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _PROGRESS_S:
+            said = time.monotonic()
+            echo(f"answered {done} of {total} prompts", err=True)
+
+    return say
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None) -> tuple[list[Problem], int]:

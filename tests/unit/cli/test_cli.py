@@ -192,6 +192,26 @@ def test_ctrl_c_in_a_later_import_ends_with_its_code(monkeypatch: pytest.MonkeyP
     assert "Error" not in invoke("config", code=130).output
 
 
+STOPPED = """
+import signal, sys
+from types import SimpleNamespace
+
+number = getattr(signal, sys.argv.pop(1))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+stopped = SimpleNamespace(evaluate_model=lambda *_, **__: signal.raise_signal(number))
+sys.modules["tepo_megatron.tasks.evaluate.standalone"] = stopped
+from tepo_megatron.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [("SIGINT", "Ctrl-C", 130), ("SIGTERM", "SIGTERM", 75)])
+def test_a_stopped_evaluation_says_how_to_continue(number: str, name: str, code: int, tmp_path: Path) -> None:
+    done = run_python("-c", STOPPED, number, "eval", "builtin:tiny", f"output={tmp_path}", code=code)
+    said = f"{name}: the evaluation ends; continue with the same command and --resume\n"
+    assert (done.stdout, done.stderr) == ("", said)
+
+
 def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is changed, or was a pipe, does not matter to ranks, nor to those that start again."""
     started: list[tuple[RunConfig, int, Path, int]] = []

@@ -228,16 +228,23 @@ def test_a_set_takes_a_function_that_the_run_was_given(make_config: Callable[...
     assert sums.verifier == "(python):score"
 
 
-def test_a_model_is_evaluated_with_the_function_that_its_run_was_given(
-    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Fleet(nullcontext[None]):
-        def generate(self, prompts: list[Any], *, on_group: Callable[..., object], n: int = 1, **_: Any) -> None:
-            for index in range(len(prompts)):
-                on_group(index, [response("7")] * n)
+class Fleet(nullcontext[None]):
+    def generate(
+        self, prompts: list[Any], *, on_group: Callable[..., object], on_progress: Callable[..., object], n: int, **_: Any
+    ) -> None:
+        for index in range(len(prompts)):
+            on_group(index, [response("7")] * n)
+            on_progress(index + 1, len(prompts))
 
+
+@pytest.fixture
+def config_of_eval(make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.make_sampler", lambda *_, **__: Fleet())
-    config = make_config().model_copy(update={"output": tmp_path / "out"})
+    return make_config().model_copy(update={"output": tmp_path / "out"})
+
+
+def test_a_model_is_evaluated_with_the_function_that_its_run_was_given(config_of_eval: RunConfig) -> None:
+    config = config_of_eval
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"verifier": "(python):score"})})
     figures = [
         evaluate_model(config, "builtin:tiny", sets=["sums"], table=False, reward=reward).metrics["eval/sums/greedy"]
@@ -246,6 +253,20 @@ def test_a_model_is_evaluated_with_the_function_that_its_run_was_given(
     assert figures == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"give it again, .* or evaluate_model\(…, reward=score\)"):
         evaluate_model(config, "builtin:tiny", sets=["sums"], table=False)
+
+
+def test_an_evaluation_says_how_far_it_is(
+    config_of_eval: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines() -> list[str]:
+        evaluate_model(config_of_eval, "builtin:tiny", sets=["sums"], table=False)
+        said = capsys.readouterr()
+        assert said.out == "", "tools read it"
+        return said.err.splitlines()
+
+    assert [line.partition(";")[0] for line in lines()] == ["evaluates builtin:tiny on 4 problems"], "it was quick"
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone._PROGRESS_S", 0.0)
+    assert lines()[1:] == [f"answered {done} of 4 prompts" for done in (1, 2, 3, 4)] * 2, "greedy, then samples"
 
 
 def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., RunConfig]) -> None:
