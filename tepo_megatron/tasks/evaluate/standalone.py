@@ -80,12 +80,11 @@ def evaluate_model(
     )
     state = model_state(folder)  # before the servers read it
     stored = output / "responses.jsonl"
-    if not resume:
-        stored.unlink(missing_ok=True)
     truncation = truncation_of(config.rollout.sampling)
     served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
     progress = _progress()
-    generate = partial(StoredResponses(stored, partial(fleet.generate, on_progress=progress), state, served), **truncation)
+    answer = partial(fleet.generate, on_progress=progress)
+    generate = partial(StoredResponses(stored, answer, state, served, resume=resume), **truncation)
     num_problems = len(heldout[: config.evaluate.problems]) + sum(len(of.problems) for of in chosen)
     echo(f"evaluates {model} on {num_problems} problems; starts the servers (their logs: {output / 'logs'})", err=True)
     with open_task(config, tokenizer, spec, reward) as task, verifier_pools(config, chosen, task, heldout) as pools, fleet:
@@ -195,19 +194,29 @@ class StoredResponses:
     another ``model_state`` or other settings do not count. Log-probs are not stored.
     """
 
-    def __init__(self, path: Path, generate: Generate, model: str, served: Mapping[str, Any]) -> None:
-        """Drops an incomplete last line. Raises ValueError for other damage."""
-        self._path, self._generate = path, generate
+    def __init__(self, path: Path, generate: Generate, model: str, served: Mapping[str, Any], *, resume: bool = True) -> None:
+        """Drops an incomplete last line. Raises ValueError for other damage. Without ``resume`` the first call empties it."""
+        self._path, self._generate, self._resume = path, generate, resume
         self._model = repr((model, sorted(served.items())))
-        self._known = _read(path)
+        self._known = _read(path) if resume else {}
+        self._mode = "a" if resume else "w"
+        if not resume and path.is_file() and (count := path.read_bytes().count(b"\n")):
+            echo(
+                f"{path} has {count} answered prompts of an interrupted evaluation, which are removed when the servers have "
+                "started; to use them, end this (Ctrl-C) and give --resume",
+                err=True,
+            )
 
     def __call__(self, prompts: list[tuple[int, ...]], **settings: Any) -> list[list[Response]]:
         about = (self._model, sorted(settings.items()))
         keys = [sha256(repr((about, index, prompt)).encode()).hexdigest()[:32] for index, prompt in enumerate(prompts)]
         missing = [index for index, key in enumerate(keys) if key not in self._known]
+        if self._resume:
+            echo(f"{len(prompts) - len(missing)} of {len(prompts)} prompts are taken from {self._path}", err=True)
         if missing:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._path.open(self._mode, encoding="utf-8") as file:
+                self._mode = "a"
 
                 def keep(index: int, responses: list[Response]) -> None:
                     key = keys[missing[index]]

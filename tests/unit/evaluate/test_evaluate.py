@@ -266,7 +266,10 @@ def test_an_evaluation_says_how_far_it_is(
 
     assert [line.partition(";")[0] for line in lines()] == ["evaluates builtin:tiny on 4 problems"], "it was quick"
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone._PROGRESS_S", 0.0)
-    assert lines()[1:] == [f"answered {done} of 4 prompts" for done in (1, 2, 3, 4)] * 2, "greedy, then samples"
+    (config_of_eval.output / "eval" / "responses.jsonl").write_text("{}\n")
+    removes, _, *progress = lines()
+    assert "responses.jsonl has 1 answered prompts of an interrupted evaluation" in removes
+    assert progress == [f"answered {done} of 4 prompts" for done in (1, 2, 3, 4)] * 2, "greedy, then samples"
 
 
 def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., RunConfig]) -> None:

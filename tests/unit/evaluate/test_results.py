@@ -168,7 +168,9 @@ def ask(
     return [[(item.response_ids.tolist(), item.finish_reason) for item in group] for group in groups]
 
 
-def test_an_interrupted_evaluation_asks_only_for_the_rest(tmp_path: Path, model: Path) -> None:
+def test_an_interrupted_evaluation_asks_only_for_the_rest(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = ask(tmp_path / "whole", Sampler(), model)
     assert whole[2][1] == ([2, 5, 1], "length")
     path = tmp_path / "responses.jsonl"
@@ -178,10 +180,29 @@ def test_an_interrupted_evaluation_asks_only_for_the_rest(tmp_path: Path, model:
         file.write('{"key": "cut o')  # by the kill
     with files_of_at_most(10):  # a full disk takes nothing of what is there
         StoredResponses(path, Sampler(), model_state(model), {})
+    capsys.readouterr()
     for missing in (PROMPTS[:2], []):
         sampler = Sampler()
         assert ask(path, sampler, model) == whole
         assert sorted(sampler.asked) == missing
+        assert capsys.readouterr().err == f"{6 - len(missing)} of 6 prompts are taken from {path}\n"
+
+
+def test_an_interrupted_evaluation_is_not_removed_in_silence(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "responses.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        ask(path, Sampler(ends_after=4), model)
+    before = path.read_bytes()
+    capsys.readouterr()
+    anew = StoredResponses(path, Sampler(), model_state(model), {}, resume=False)
+    assert f"{path} has 4 answered prompts of an interrupted evaluation" in capsys.readouterr().err
+    assert path.read_bytes() == before, "until the servers have started"
+    for seed in (5, 6):  # as greedy and sampled
+        anew(PROMPTS, n=2, temperature=0.5, max_new_tokens=8, seed=seed)
+    assert len(path.read_bytes().splitlines()) == 2 * len(PROMPTS)
+    assert capsys.readouterr().err == ""
 
 
 def test_other_settings_and_models_are_asked_again(tmp_path: Path, model: Path) -> None:
