@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import math
 import platform
-import shutil
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -22,7 +20,6 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
-from tepo_megatron.runtime.hub import HUB
 
 if TYPE_CHECKING:
     from tepo_megatron.core.problem import Problem
@@ -83,8 +80,6 @@ def _doctor(
 
 
 _GIB = 2**30
-_BYTES_PER_CHECKPOINT_BYTE = 8
-"""A checkpoint's disk space over bf16 model files': 6 for fp32 weights and two moments, 1 for the export; rounded up."""
 
 
 def run_checks(config: RunConfig, *, starts_here: bool = True) -> dict[str, Check]:
@@ -136,32 +131,16 @@ def _finding_of(verify: Callable[[], object], of_machine: bool) -> Finding:
 
 
 def _output_disk(config: RunConfig) -> Finding:
-    from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
-    from tepo_megatron.tasks.data.builtin import resolve_model_path
-    from tepo_megatron.weights.architecture import read_model_spec
+    from tepo_megatron.run.output.room import Room
 
-    folder = config.output.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    train, lora = config.train, config.model.lora
-    # Checkpoints written only by the clock fall on such a step by chance.
-    for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
-    retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
     try:
-        named = config.model.path
-        model = resolve_model_path(named) if named.startswith((BUILTIN, HUB)) else Path(named).expanduser()
-        weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        if lora is None:
-            saved = weights * _BYTES_PER_CHECKPOINT_BYTE * retained
-        else:  # states of adapters, and one whole export
-            saved = weights + CHECKPOINT_BYTES * model_parameters(read_model_spec(model), lora) * retained
+        room = Room.of(config)
     except ValueError as error:
         return Finding("warn", "the model's size is unknown", str(error))
-    needed = max(_GIB // 2, saved)
-    detail = f"{free / _GIB:.1f} GiB free for {config.output}"
-    if free < needed:
-        takes = f"the {retained} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
+    needed = max(_GIB // 2, room.needed)
+    detail = f"{room.free / _GIB:.1f} GiB free for {config.output}"
+    if room.free < needed:
+        takes = f"the {room.retained} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
         return Finding("fail", detail, f"{takes}: free as much, or set output to another disk")
     return Finding("ok", detail)
 

@@ -29,6 +29,7 @@ from tepo_megatron.runtime.machine import changed_environment, this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.restarts import attempt, job_name
 from tepo_megatron.runtime.supervise import folder_name
+from tepo_megatron.runtime.text import echo
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
@@ -271,6 +272,7 @@ def prepare_run(
     Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError.
     """
     from tepo_megatron.run.output.resume import Resumed, prepare_folder, resumes
+    from tepo_megatron.run.output.room import Room
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     config.require_data()
@@ -279,6 +281,8 @@ def prepare_run(
         _download(config)
     if rank.speaks_first() and not attempt():
         prepare_folder(config, overwrite=overwrite, check=partial(_check_start, config, extensions, is_rank))
+        if lack := Room.of(config).lack(config.output):
+            echo(f"warning: {lack}", err=True)
     if not rank.under_torchrun() and config.train.resume and resumes(config):
         Resumed.find(config, resolve_model_path(config.model.path))
     return config

@@ -21,6 +21,8 @@ from tepo_megatron.cli.doctor import run_checks
 from tepo_megatron.cli.machine_checks import CHECKS, Check, Finding, diagnose, is_fit
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.run.api import prepare_run
+from tepo_megatron.run.output.room import Room
 from tepo_megatron.runtime import machine
 from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.vllm.resources import reserve_port
@@ -253,6 +255,28 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(
         assert (check.name, check.status, check.needed) == ("output", status, True)
         takes = f"the {retained} checkpoints that it keeps may take {gib:.1f} GiB"
         assert (takes in check.advice) == (status == "fail")
+
+
+def test_a_run_too_says_that_its_disk_is_full_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_run(None, [f"output={tmp_path}/out", "train.steps=9"])
+    each = Room.of(config).each
+    free = [2 * each, 2 * each - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    prepare_run(config)
+    assert capsys.readouterr().err == ""
+    del free[0]
+    prepare_run(config)
+    says = (
+        f"warning: {2 * each - 1:,} bytes are free for output {tmp_path}/out, and the next 2 checkpoints may take {2 * each:,};"
+    )
+    assert capsys.readouterr().err.startswith(says)
+    for number in (1, 2, 3):
+        (config.output / "checkpoints" / f"step_{number:06}").mkdir(parents=True)
+        for free[0] in (each - 1, each):
+            said = Room.of(config).lack(config.output)
+            assert ("the next checkpoint may take" in said) == (free[0] < each), "another comes before the oldest goes"
 
 
 def test_a_model_whose_size_is_unknown_is_a_warning(tmp_path: Path) -> None:
