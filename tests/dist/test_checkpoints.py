@@ -128,12 +128,16 @@ def test_a_rank_with_rows_of_padding_alone_resumes(tmp_path: Path) -> None:
 def failing_save(rank: int, _world: int, folder: Path, parallel: dict[str, Any], limited_rank: int | None) -> str:
     """Saves step 1, then step 2, where it fails, then loads step 1; returns what the save said.
 
-    ``limited_rank`` may write no file of more than 100 kB; None: the disk is too small.
+    ``limited_rank``, for which the first save fails too, may write no file of more than 100 kB; None: the disk is too small.
     """
     distributed = {"distributed": parallel.get("dp", 1) > 1}
     engine = make_engine({"output": folder.parent, "engine": {"parallel": parallel}, "optimizer": distributed})
     engine.counters.entropy_noise, engine.counters.clip_range = 0.25, ClipRange(0.01, None, 0.1)
     before = engine.weights.version(1).digest
+    if limited_rank is not None:
+        limit = files_of_at_most(100_000) if limited_rank == rank else nullcontext()
+        with limit, pytest.raises(RuntimeError, match=r"no older one\. Make room and start again with --overwrite"):
+            save_checkpoint(engine, folder, step=1, state={})
     save_checkpoint(engine, folder, step=1, state={})
     engine.counters.entropy_noise, engine.counters.clip_range = 0.5, ClipRange(0.02, 0.03)
     with torch.no_grad():

@@ -167,13 +167,16 @@ class _Saving:
         free = all_gather_json(shutil.disk_usage(existing).free, device=_CPU, group=self._group)[0]
         if dist.get_rank() == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # frees space; an incomplete folder is no checkpoint
-        older = [path.name for path in checkpoints(out.parent) if path != out]
+        saved = checkpoints(out.parent)
+        older = [path.name for path in saved if path != out]
         rest = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
         needs = f"it needs {self._needed:,} bytes, " if self._needed else ""
+        advice = "Make room and start again with --overwrite, as there is nothing to resume"
+        if saved:
+            advice = f"Make room ('tepo checkpoint prune {out.parent}' removes older ones) and go on with --resume"
         rank, error = failed[0]
         raise RuntimeError(
-            f"checkpoint {out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {rest}. "
-            f"Make room ('tepo checkpoint prune {out.parent}' removes older ones) and go on with --resume"
+            f"checkpoint {out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {rest}. {advice}"
         )
 
 
