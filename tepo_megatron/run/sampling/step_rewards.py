@@ -35,7 +35,7 @@ class StepRewards:
         if len(failures) / len(results) > self._config.reward.max_failed:
             raise RuntimeError(
                 f"{len(failures)} of {len(results)} rewards of step {step + 1} failed, more than reward.max_failed = "
-                f"{self._config.reward.max_failed:g} of them{self._cause}. Correct the verifier, then resume (--resume), or "
+                f"{self._config.reward.max_failed:g} of them{self._cause}. Correct that, then resume (--resume), or "
                 "start again if no step was trained"
             )
         rewarded = [result.of(rollout) for rollout, result in zip(rollouts, results, strict=True)]

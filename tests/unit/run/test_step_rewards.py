@@ -95,7 +95,7 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
 def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share: float, stops: bool) -> None:
     rollouts, scored = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
     step = StepRewards(config(f"reward.max_failed={share}"), lambda text: None)
-    says = r"^4 of 7 rewards of step 8 failed, more than reward\.max_failed = .*problem 'p0': why\. Correct .*--resume"
+    says = r"^4 of 7 rewards of step 8 failed, more than reward\.max_failed = .*problem 'p0': why\. Correct that, .*--resume"
     with pytest.raises(RuntimeError, match=says) if stops else nullcontext():
         assert len(step.leave_out(step.reward(rollouts, scored, 7))) == 2
 
