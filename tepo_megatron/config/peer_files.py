@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tepo_megatron.runtime.text import flat
+
+_show = partial(json.dumps, ensure_ascii=False, default=str)
 
 
 def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> str:
@@ -38,8 +40,8 @@ def read_peer_file(name: str, file: Path, children: tuple[Path, ...] = ()) -> st
     try:
         return OmegaConf.to_yaml(reduce(_over, [OmegaConf.create({}), *below, raw]))
     except (TypeError, OmegaConfBaseException) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{file} and the files of its defaults do not fit together ({said}); correct one of them") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} and the files of its defaults do not fit together ({reason}); correct one of them") from error
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -71,11 +73,7 @@ def resolved(text: str, left: list[str]) -> dict[str, Any]:
                     raise ValueError("it is computed; write the number")
                 value = OmegaConf.select(whole, key, throw_on_resolution_failure=True)
             except (OmegaConfBaseException, ValueError) as error:
-                left.append(f"{key} = {shown(value)}: {' '.join(str(error).split())}")
+                left.append(f"{key} = {_show(value)}: {' '.join(str(error).split())}")
                 continue
         result[key] = value
     return result
-
-
-def shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

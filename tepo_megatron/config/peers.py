@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
 
-from tepo_megatron.config.peer_files import resolved, shown
+from tepo_megatron.config.peer_files import resolved
 from tepo_megatron.errors import is_ours
+
+_show = partial(json.dumps, ensure_ascii=False, default=str)
 
 
 class _Key(NamedTuple):
@@ -68,7 +71,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
             section = next((part for part in _parents(key) if entry is None and part in peer.keys), "")
             off = entry is None and (key.endswith("_target_") or value is False or value in ("", [], {}))
             why = (entry or peer.keys.get(section) or _Key(())).note or "no counterpart is known"
-            sentence = f"{section or f'{key} = {shown(value)}'}: {why}"
+            sentence = f"{section or f'{key} = {_show(value)}'}: {why}"
             left += [sentence] if key in written and not off and sentence not in left else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:
             _put(result, key, entry, value, peer.defaults.get(key), left)
@@ -106,8 +109,8 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
     elif value not in (False, ""):
         if default in entry.values:
             result[field] = entry.values[default]
-        known = f"known are {', '.join(map(shown, entry.values))}"
-        left.append(f"{key} = {shown(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
+        known = f"known are {', '.join(map(_show, entry.values))}"
+        left.append(f"{key} = {_show(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
 
 
 def _sources(files: list[Any]) -> list[Any]:

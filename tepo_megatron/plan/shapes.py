@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.runtime.hub import HUB, hub_folder
-from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_layouts, adapter_shapes
 from tepo_megatron.weights.architecture import LLAMA3_ROPE, ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, pipeline_stages_of
 from tepo_megatron.weights.table import tensor_shapes
@@ -127,7 +127,7 @@ def _layer_parameters(
     one = replace(spec, num_layers=1, dense_layers=0 if has_experts or spec.experts is None else 1)
     layout = MegatronParallel(tp=tp, ep=ep, etp=etp).layout(one, 0)
     if lora is not None:
-        layout = adapter_layout(layout, adapted_tensors(layout.shapes, lora.target_modules), lora.rank)
+        (layout,) = adapter_layouts([layout], adapted_tensors(layout.shapes, lora.target_modules), lora.rank)
     untrained = {shard.param for shard in layout.shards if is_always_fp32(shard.tensor)}
     sizes = {name: math.prod(shape) for name, shape in layout.params.items() if ".layers." in name and name not in untrained}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -64,11 +64,11 @@ class AdapterBlock(NamedTuple):
 
 def adapter_layouts(layouts: Sequence[ShardLayout], tensors: Collection[str], rank: int) -> list[ShardLayout]:
     different = {id(layout): layout for layout in layouts}  # ranks share layouts
-    result = {key: adapter_layout(layout, tensors, rank) for key, layout in different.items()}
+    result = {key: _adapter_layout(layout, tensors, rank) for key, layout in different.items()}
     return [result[id(layout)] for layout in layouts]
 
 
-def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
+def _adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
     for tensor, tensor_shards in layout.by_tensor(frozenset(tensors)).items():

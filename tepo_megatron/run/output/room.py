@@ -20,16 +20,16 @@ _BYTES_PER_CHECKPOINT_BYTE = 8
 
 
 class Room(NamedTuple):
-    """Bytes. ``each``: of a checkpoint; ``once``: of the export, where ``each`` lacks it."""
+    """Bytes. ``once`` is the export, where ``per_checkpoint`` lacks it."""
 
     free: int
     retained: int
-    each: int
+    per_checkpoint: int
     once: int = 0
 
     @property
     def needed(self) -> int:
-        return self.each * self.retained + self.once
+        return self.per_checkpoint * self.retained + self.once
 
     @classmethod
     def of(cls, config: RunConfig) -> Room:
@@ -38,7 +38,7 @@ class Room(NamedTuple):
         # Checkpoints written only by the clock fall on such a step by chance.
         for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
         retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
-        named, free = config.model.path, free_for(config.output)
+        named, free = config.model.path, _free_for(config.output)
         model = resolve_model_path(named) if named.startswith((BUILTIN, HUB)) else Path(named).expanduser()
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         if lora is None:
@@ -59,7 +59,7 @@ class Room(NamedTuple):
         )
 
 
-def free_for(output: Path) -> int:
+def _free_for(output: Path) -> int:
     folder = output.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -116,12 +116,12 @@ _PROGRESS_S = 10.0
 
 def _progress() -> Callable[[int, int], None]:
     """Says (prompts answered, all) on standard error, now and then."""
-    said = time.monotonic()
+    last_line = time.monotonic()
 
     def say(done: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _PROGRESS_S:
-            said = time.monotonic()
+        nonlocal last_line
+        if time.monotonic() - last_line >= _PROGRESS_S:
+            last_line = time.monotonic()
             echo(f"answered {done} of {total} prompts", err=True)
 
     return say

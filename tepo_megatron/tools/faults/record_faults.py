@@ -113,7 +113,7 @@ _DAMAGES: _Edits = {
 
 class _EditedRun(FaultClass):
     edits: ClassVar[_Edits]
-    told: ClassVar[str]  # the first printed line that has it is reported
+    reported: ClassVar[str]  # the first printed line that has it is reported
     may_lack: ClassVar[bool] = False  # if there is one, rows of metrics may be missing
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
@@ -130,7 +130,7 @@ class _EditedRun(FaultClass):
             return FaultOutcome(name, "lost", f"a traceback: {result.said}")
         if result.code:
             return FaultOutcome(name, "refused", result.said)
-        messages = [line.strip()[:300] for line in result.printed.splitlines() if self.told in line]
+        messages = [line.strip()[:300] for line in result.printed.splitlines() if self.reported in line]
         if wrong := differences(folder / "out", base / "whole/out", lacking=self.may_lack and bool(messages)):
             return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
         shutil.rmtree(folder, ignore_errors=True)
@@ -140,14 +140,14 @@ class _EditedRun(FaultClass):
 class _Records(_EditedRun):
     name = "records"
     title = "edited records of rollouts, metrics and other files of a run, then --resume"
-    edits, told, may_lack = _EDITS, "lacks the rows", True
+    edits, reported, may_lack = _EDITS, "lacks the rows", True
     whole, quick = len(edits), 2  # the first two
 
 
 class _CheckpointDamage(_EditedRun):
     name = "damage"
     title = "damage to the newest checkpoint, then --resume"
-    edits, told = _DAMAGES, "step_"
+    edits, reported = _DAMAGES, "step_"
     whole, quick = len(edits), 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_
 from tepo_megatron.core.scores.shard import all_gather
 from tepo_megatron.core.types import Batch, Checks, Divergence, TeacherHead, TeacherLogits, TeacherTopK, TokenScores
 from tepo_megatron.errors import NotFiniteError
-from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.model import fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.parallel.batch import Share
@@ -155,7 +155,7 @@ class Forward:
         with routed:
             output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
         if self.engine.fp8.enabled and not train:
-            fp8.empty_recompute_queues()
+            _empty_recompute_queues()
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
@@ -261,3 +261,12 @@ class Forward:
         # Each token was computed by one data-parallel rank; adding zeros brings it to all, unchanged.
         dist.all_reduce(result)
         return result
+
+
+def _empty_recompute_queues() -> None:
+    # In 2.9 to 2.11 a checkpoint of Transformer Engine queues without gradients too. Only a recomputation takes out, the oldest
+    # first: it would use the scales of the pass that was only scored.
+    importlib.import_module("transformer_engine.pytorch.distributed").activation_recompute_forward._is_first_fp8_module.clear()
+    state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    for scales in state.fp8_tensors_recompute_buffer:  # of delayed scaling; modules know their places, which stay
+        scales.clear()

@@ -261,7 +261,7 @@ def test_a_run_too_says_that_its_disk_is_full_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_run(None, [f"output={tmp_path}/out", "train.steps=9"])
-    each = Room.of(config).each
+    each = Room.of(config).per_checkpoint
     free = [2 * each, 2 * each - 1]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     prepare_run(config)

@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights import adapters
-from tepo_megatron.weights.adapters import (
-    AdapterBlock,
-    adapted_tensors,
-    adapter_layout,
-    adapter_layouts,
-    adapter_names,
-    adapter_shapes,
-)
+from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_layouts, adapter_names, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, check_peft_folder, load_adapters
@@ -59,9 +52,9 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
 
 def test_a_layout_that_ranks_share_is_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = MegatronParallel(dp=3, tp=2).layouts(small_spec())
-    one_by_one = [adapter_layout(layout, ["lm_head.weight"], RANK) for layout in layouts]
-    counted = mock.Mock(side_effect=adapter_layout)
-    monkeypatch.setattr(adapters, "adapter_layout", counted)
+    one_by_one = [adapter_layouts([layout], ["lm_head.weight"], RANK)[0] for layout in layouts]
+    counted = mock.Mock(side_effect=adapters._adapter_layout)
+    monkeypatch.setattr(adapters, "_adapter_layout", counted)
     assert adapter_layouts(layouts, ["lm_head.weight"], RANK) == one_by_one
     assert counted.call_count == 2
 
@@ -150,7 +143,7 @@ def test_a_folder_comes_back_as_it_was_and_another_is_refused(tmp_path: Path, ch
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
     change_config(**nulls)(tmp_path / "lora")
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
-    layout = adapter_layout(MegatronParallel().layouts(small_spec())[0], adapted_tensors(shapes, TARGETS), RANK)
+    (layout,) = adapter_layouts(MegatronParallel().layouts(small_spec()), adapted_tensors(shapes, TARGETS), RANK)
     back = {name: torch.empty(shape) for name, shape in layout.params.items()}
     load_adapters(tmp_path / "lora", layout, back)
     assert back.keys() == tensors.keys()

@@ -112,16 +112,6 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
         raise ValueError(f"engine.fp8.recipe = {fp8.recipe} is refused by Transformer Engine: {reason}")
 
 
-def empty_recompute_queues() -> None:
-    """Call after a forward pass that no backward pass follows."""
-    # In 2.9 to 2.11 a checkpoint of Transformer Engine queues without gradients too. Only a recomputation takes out, the oldest
-    # first: it would use the scales of the pass that was only scored.
-    importlib.import_module("transformer_engine.pytorch.distributed").activation_recompute_forward._is_first_fp8_module.clear()
-    state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
-    for scales in state.fp8_tensors_recompute_buffer:  # of delayed scaling; modules know their places, which stay
-        scales.clear()
-
-
 class LazyWeights(Mapping[str, Tensor]):
     """Applies ``read`` to a name and parameter at each access."""
 
