@@ -172,6 +172,12 @@ def _machines(
     }
 
 
+def _drop(result: dict[str, Any], *starts: str) -> None:
+    """Of a section that is off."""
+    for name in [name for name in result if name.startswith(starts)]:
+        del result[name]
+
+
 def _instead_of_fsdp(result: Mapping[str, Any], left: list[str]) -> tuple[int, int, int]:
     tp = int(result.get("rollout.server.tp", 1))
     left.append(f"FSDP divides weights over all ranks there; here engine.parallel.tp = {tp} does, as for the servers")
@@ -285,6 +291,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     sizes = (f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
     split = tuple(int(actor.get(size) or 1) for size in sizes)
     if actor.get("strategy") != "megatron":
+        _drop(result, "engine.parallel.")
         split = _instead_of_fsdp(result, left)
     else:  # enable_gradient_checkpointing is FSDP's
         result["engine.recompute"] = actor.get("megatron.override_transformer_config.recompute_granularity") or "none"
@@ -394,8 +401,8 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     names = sizes if megatron else ("tensor_parallel_size", "", "context_parallel_size")
     split = tuple(int(read.get(f"{part}{name}") or 1) for name in names)
     split = split if megatron or split[0] > 1 else _instead_of_fsdp(result, left)
-    for name in [] if megatron else [name for name in result if name.startswith(("engine.parallel.", "optimizer.schedule"))]:
-        del result[name]  # of the section that is off
+    if not megatron:
+        _drop(result, "engine.parallel.", "optimizer.schedule")
     drawn = read["grpo.num_prompts_per_step"] * read["grpo.num_generations_per_prompt"]
     updates = _whole(drawn / read["policy.train_global_batch_size"], "a step's samples over policy.train_global_batch_size")
     apart: tuple[int, ...] = (0, 0)

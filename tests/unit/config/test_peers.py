@@ -250,6 +250,7 @@ FIRST = "num_layers_in_first_pipeline_stage: 5"
             f"virtual_pipeline_model_parallel_size: 2, override_transformer_config: {{{FIRST}}}}}}}}}",
             (4, 1, 5, 2),
         ),
+        ("verl", f"actor_rollout_ref: {{actor: {{strategy: fsdp, megatron: {{{EXPERTS}}}}}}}", (None, None, None, None)),
     ],
 )
 def test_the_division_of_experts_and_stages_is_kept(name: str, text: str, sizes: tuple[int | None, ...]) -> None:
