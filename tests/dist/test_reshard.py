@@ -19,7 +19,7 @@ from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tepo_megatron.weights.transfer.sender import ReceiveOrder, ShardSender
-from tepo_megatron.weights.transfer.transport import connect
+from tepo_megatron.weights.transfer.transport import TransferError, connect
 from tepo_megatron.weights.transfer.transports import Member, join
 from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
@@ -44,8 +44,9 @@ def trainer(rank: int, sender: ShardSender, number: int) -> str:
     try:
         sender.join_group()
         sender.send_shards()
-    except RuntimeError as error:
+    except TransferError as error:
         sender.close()
+        assert not sender.own_fault
         sender.finish_update(arrived=False)
         return str(error)
     sender.finish_update(arrived=True)

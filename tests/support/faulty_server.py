@@ -132,7 +132,8 @@ class Sender:
     """In place of the trainer's ranks: nothing travels."""
 
     num_sources, world_size = 1, 2
-    failed = ""
+    failed, own_fault = "", False
+    error: Exception | None = None
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -149,6 +150,8 @@ class Sender:
 
     def send_shards(self, cancelled: Any) -> None:
         assert not cancelled()
+        if self.error is not None:
+            raise self.error
         self.calls.append("shards are sent")
 
     def finish_update(self, arrived: bool) -> str:

@@ -18,7 +18,7 @@ from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.move import MoveEnd, queues, wire_dtype
 from tepo_megatron.weights.transfer.sender import ReceiveOrder
-from tepo_megatron.weights.transfer.transport import TransferGroup, connect, listen
+from tepo_megatron.weights.transfer.transport import TransferError, TransferGroup, connect, listen
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, numbered_model, parameters
 
@@ -143,6 +143,8 @@ def carry_out(
             give(rank) if rank < plan.num_sources else take(rank - plan.num_sources)
         except RuntimeError as error:
             boxes[rank].close()
+            if rank < plan.num_sources and not isinstance(error, TransferError):
+                raise AssertionError("a sender fails as if it were its own fault") from error
             return str(error)
         return ""
 

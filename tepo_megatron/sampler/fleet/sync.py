@@ -97,8 +97,8 @@ class WeightSync:
         try:
             self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
         except ServerFault as error:
-            if sender.failed and not isinstance(error, ServerSilent):
-                raise RuntimeError(str(error)) from error  # another rank may be at fault, which no new servers mend
+            if sender.own_fault and not isinstance(error, ServerSilent):
+                raise RuntimeError(str(error)) from error  # another rank is at fault, which no new servers mend
             raise
         self._finish_update(version)
 

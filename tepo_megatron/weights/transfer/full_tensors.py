@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
+from tepo_megatron.weights.transfer.transport import TransferError
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 _BUCKET_BYTES = 64 * 2**20
@@ -106,7 +107,7 @@ def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, ca
         group.broadcast(bucket, cancelled)
     except RuntimeError as error:
         what = f"tensor {entries[0].name!r}" if len(entries) == 1 else f"tensors {entries[0].name!r} to {entries[-1].name!r}"
-        raise RuntimeError(f"the transfer of {what} failed: {error}") from error
+        raise TransferError(f"the transfer of {what} failed: {error}") from error
 
 
 class GatherPlan:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 from tepo_megatron.weights.transfer.digests import TensorDigests, digest
-from tepo_megatron.weights.transfer.transport import TransferGroup, TransportSpec
+from tepo_megatron.weights.transfer.transport import TransferError, TransferGroup, TransportSpec
 
 _MAX_NAMED = 8
 
@@ -173,7 +173,7 @@ def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
 
 
 def send(transport: TransferGroup, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
-    """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer."""
+    """Returns when the peers have all messages. Raises TransferError naming tensors and peer."""
     exchange = _Exchange("sending", transport, outgoing, params, wire)
     rounds = max(exchange.rounds, transport.rounds)
     for number in range(rounds + WINDOW):
@@ -260,10 +260,13 @@ class _Exchange:
         if not data and not self._transport.rounds:
             return
         start = self._transport.send if self._direction == "sending" else self._transport.receive
-        with self._transport.round():
-            for peer, tensor in data.items():
-                with self._naming_tensors(peer, number):
-                    start(tensor, peer, len(self._queues[peer]) if number is None else number)
+        try:
+            with self._transport.round():
+                for peer, tensor in data.items():
+                    with self._naming_tensors(peer, number):
+                        start(tensor, peer, len(self._queues[peer]) if number is None else number)
+        except RuntimeError as error:  # of the round, which names no tensors
+            raise TransferError(str(error)) from error
 
     def wait(self, peer: int, number: int | None = None) -> None:
         with self._naming_tensors(peer, number):
@@ -277,7 +280,7 @@ class _Exchange:
             message = () if number is None else self._queues[peer][number]
             what = ", ".join(dict.fromkeys(repr(segment.end.name) for segment in message)) or "the digests"
             preposition = "to" if self._direction == "sending" else "from"
-            raise RuntimeError(f"{self._direction} {what} {preposition} rank {peer} failed: {error}") from error
+            raise TransferError(f"{self._direction} {what} {preposition} rank {peer} failed: {error}") from error
 
     def pack(self, message: _WireMessage, peer: int, number: int) -> Tensor:
         data = self.buffer(message, peer, number)

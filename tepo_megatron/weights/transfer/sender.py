@@ -14,11 +14,19 @@ from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defi
 
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.transport import RelayRoutes, Rendezvous, TransferGroup, connect, listen, local_address
+from tepo_megatron.weights.transfer.transport import (
+    RelayRoutes,
+    Rendezvous,
+    TransferError,
+    TransferGroup,
+    connect,
+    listen,
+    local_address,
+)
 from tepo_megatron.weights.transfer.transports import Member, find_transport, join
 from tepo_megatron.weights.transfer.transports.ipc import source_routes
 
-_FAILED = "failed"
+_FAILED = "failed"  # 1 if at the rank's own work, 0 if at a peer or a message, then rank and cause
 
 
 class ShardSender:
@@ -56,7 +64,7 @@ class ShardSender:
         self._store: Store | None = None
         self._group: TransferGroup | None = None
         self._others_wait = False
-        self.failed = ""
+        self.failed, self.own_fault = "", False
 
     def open_rendezvous(self, host: str) -> str:
         """Rank 0 calls; returns the place for ``connect``."""
@@ -104,7 +112,7 @@ class ShardSender:
             self._group = join(self._transport, store, member, self._timeout_s, or_gloo=self._or_gloo)
 
     def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Raises RuntimeError naming tensors and peer."""
+        """Raises TransferError naming tensors and peer."""
         assert self._group is not None
         self._group.cancelled = cancelled
         with torch.no_grad():
@@ -117,7 +125,7 @@ class ShardSender:
             self.close()
         self._broadcast_from_root(arrived if self._others_wait else None)
         self._others_wait = False
-        failed, self.failed = self.failed, ""
+        failed, self.failed, self.own_fault = self.failed, "", False
         return failed
 
     def update_as_non_root(self) -> None:
@@ -126,15 +134,17 @@ class ShardSender:
         if rendezvous is None:
             return
         failure: RuntimeError | None = None
+        joined = False
         try:
             if rendezvous != self._rendezvous:
                 self.close()
                 self._rendezvous = rendezvous
             self.join_group()
+            joined = True
             self.send_shards()
         except RuntimeError as error:
             failure = error
-            self._report(error)
+            self._report(error, own=joined and not isinstance(error, TransferError))
             self.close()  # the others' pending messages fail, and they need not wait for the time-out
         arrived = self._broadcast_from_root(None)
         if not arrived:
@@ -142,17 +152,19 @@ class ShardSender:
         elif failure is not None:
             raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
 
-    def _report(self, error: RuntimeError) -> None:
+    def _report(self, error: RuntimeError, *, own: bool) -> None:
         if self._store is None:  # rank 0 cannot be told: it waits for all members
             warn(f"trainer rank {self._rank} cannot take part in a weight update: {error}", stacklevel=2)
         else:
             with suppress(RuntimeError):  # rank 0 is gone, and the store with it; it has its own error
-                self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
+                reason = f"The first other trainer rank to fail was rank {self._rank}: {error}"
+                self._store.compare_set(_FAILED, "", f"{own:d}{reason}")
 
     def close(self) -> None:
         """Other ranks' pending messages and joins fail."""
         if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
-            self.failed = self._store.get(_FAILED).decode()  # before the store closes
+            report = self._store.get(_FAILED).decode()  # before the store closes
+            self.own_fault, self.failed = report[0] == "1", report[1:]
         if self._group is not None:
             self._group.close()
         elif self._store is not None:

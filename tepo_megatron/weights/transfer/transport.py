@@ -26,6 +26,10 @@ _MEMBERS_POLL_INTERVAL_S = 0.02
 _JOINED, _LEFT = "joined", "left"
 
 
+class TransferError(RuntimeError):
+    """A message failed, perhaps because of the peer or the link: other errors of a send are the rank's own."""
+
+
 class TransferGroup(Protocol):
     """Point-to-point messages, identified by both ranks and a number, with equal sizes at both ends.
 

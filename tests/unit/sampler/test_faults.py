@@ -376,6 +376,7 @@ def test_a_server_that_hangs_or_fails_in_an_update_counts_as_dead(
     servers[1].hangs, servers[1].refuses = {hangs}, {refuses}
     with fleet_of(servers, tmp_path, request_timeout_s=timeout_s, transfer_timeout_s=timeout_s) as (fleet, _):
         sender: Any = Sender([])
+        sender.failed = "rank 3 saw a connection close"
         with pytest.raises(ServerDied, match=rf"weights 1 did not reach the (?s:.*){servers[1].url}{re.escape(named)}"):
             fleet.update_weights_from_shards(WeightsVersion(1), sender)
         assert sender.calls[-1] == "arrived: False"

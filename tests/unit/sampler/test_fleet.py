@@ -425,7 +425,7 @@ def test_a_server_that_only_seemed_dead_sleeps_before_it_gets_weights(server: Fa
 def test_the_error_says_what_failed_that_new_servers_would_not_mend(
     failed: str, refusal: str, server: FaultyServer, fleet: Fleet, sender: Any
 ) -> None:
-    sender.failed, server.refuses, server.refusal = failed, {"/update_weights"}, refusal
+    sender.failed, sender.own_fault, server.refuses, server.refusal = failed, bool(failed), {"/update_weights"}, refusal
     message = rf"(?s)weights 1 did not reach .*status 500: {refusal}" + (rf"\. {failed}" if failed else "")
     with pytest.raises(RuntimeError, match=message) as caught:
         fleet.update_weights_from_shards(WeightsVersion(1), sender)

@@ -21,9 +21,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer import full_tensors as broadcast
-from tepo_megatron.weights.transfer import sender, transports
+from tepo_megatron.weights.transfer import move, sender, transports
 from tepo_megatron.weights.transfer.sender import ShardSender
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, connect, listen
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransferError, TransportSpec, connect, listen
 from tepo_megatron.weights.transfer.transports import Introduction, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tests.support.programs import TIMEOUT_S
@@ -247,7 +247,7 @@ def test_a_transfer_ends_with_the_tensors_name_when_one_side_leaves(ends: str) -
         else:
             broadcast.send(sender, BIG, [data], cancelled=cancelled.is_set)
 
-    with pytest.raises(RuntimeError, match=rf"transfer of tensor 'big' failed{reason}"):
+    with pytest.raises(TransferError, match=rf"transfer of tensor 'big' failed{reason}"):
         transfer()
     sender.close()
     receiver.close()
@@ -278,6 +278,21 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
             assert root.finish_update(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
             following.result(TIMEOUT_S)
     assert root.finish_update(arrived=False) == ""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), TransferError("sending 'p' to rank 2 failed")])
+def test_rank_0_hears_if_another_rank_failed_at_its_own_work(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S, "broadcast_from_root": lambda _: heard.pop()}
+    root, other = (ShardSender(ReshardPlan((), 2, 2), {"p": torch.zeros(2, 2)}, rank=rank, **options) for rank in range(2))
+    heard += [False, [HOST, root.open_rendezvous(HOST)]]
+    monkeypatch.setattr(sender, "join", Mock())
+    monkeypatch.setattr(move, "send", Mock(side_effect=error))
+    other.update_as_non_root()
+    root.close()
+    assert (root.failed, root.own_fault) == (
+        f"The first other trainer rank to fail was rank 1: {error}", not isinstance(error, TransferError)
+    )  # fmt: skip
 
 
 def test_a_rank_that_cannot_reach_the_meeting_says_so_itself(tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer.move import WINDOW, MoveEnd, message_sizes, queues
-from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, Rendezvous, TransferGroup, TransportSpec
+from tepo_megatron.weights.transfer.transport import (
+    Member,
+    RelayRoutes,
+    Rendezvous,
+    TransferError,
+    TransferGroup,
+    TransportSpec,
+)
 from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
@@ -311,4 +318,4 @@ def _naming(what: str, source: int, worker: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{what} a message from rank {source} to rank {worker} failed: {error}") from error
+        raise TransferError(f"{what} a message from rank {source} to rank {worker} failed: {error}") from error
