@@ -19,7 +19,7 @@ from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, S
 from tepo_megatron.weights.transfer import full_tensors, move
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
-from tepo_megatron.weights.transfer.transport import Rendezvous, listen
+from tepo_megatron.weights.transfer.transport import Rendezvous, TransferError, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 T = TypeVar("T")
@@ -143,6 +143,8 @@ class WeightSync:
         self._close_group()
         wait(receiving, self._timeout_s)
         causes = [request.exception() for request in receiving if _failed(request)]
+        if failed is not None and not isinstance(failed, TransferError):  # no new servers mend this rank's own fault
+            raise self._failure(f"trainer rank 0 failed: {failed}. {_causes(receiving)}".rstrip(), receiving) from failed
         repeats = causes and all(isinstance(cause, ServerFault) and move.NOT_AS_SENT not in str(cause) for cause in causes)
         kind = ServerFault if repeats else RuntimeError
         raise self._failure(_causes(receiving) or str(failed or ""), receiving, kind) from failed

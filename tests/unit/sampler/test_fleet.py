@@ -416,17 +416,19 @@ def test_a_server_that_only_seemed_dead_sleeps_before_it_gets_weights(server: Fa
 
 
 @pytest.mark.parametrize(
-    ("failed", "refusal"),
+    ("failed", "error", "refusal"),
     [
-        ("The first other trainer rank to fail was rank 3: no room", "{}"),
-        ("", "the weight update failed in worker 0 of this server: 1 tensors did not arrive as they were sent: 'x'"),
+        ("The first other trainer rank to fail was rank 3: no room", None, "{}"),
+        ("", RuntimeError("no memory"), "{}"),
+        ("", None, "the weight update failed in worker 0 of this server: 1 tensors did not arrive as they were sent: 'x'"),
     ],
 )
 def test_the_error_says_what_failed_that_new_servers_would_not_mend(
-    failed: str, refusal: str, server: FaultyServer, fleet: Fleet, sender: Any
+    failed: str, error: Exception | None, refusal: str, server: FaultyServer, fleet: Fleet, sender: Any
 ) -> None:
     sender.failed, sender.own_fault, server.refuses, server.refusal = failed, bool(failed), {"/update_weights"}, refusal
-    message = rf"(?s)weights 1 did not reach .*status 500: {refusal}" + (rf"\. {failed}" if failed else "")
+    sender.error, own = error, f"rank 0 failed: {error}. .*" if error else ""
+    message = rf"(?s)weights 1 did not reach .*{own}status 500: {refusal}" + (rf"\. {failed}" if failed else "")
     with pytest.raises(RuntimeError, match=message) as caught:
         fleet.update_weights_from_shards(WeightsVersion(1), sender)
     assert not isinstance(caught.value, ServerDied)
