@@ -114,7 +114,7 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
 
 
 def _sources(files: list[Any]) -> list[Any]:
-    """Names files that are called alike after the nearest folders that differ."""
+    """Names files of one name after the nearest folders that differ."""
     parts = [(*path.parts[:-1], path.stem) for path in map(PurePath, map(str, files))]
     for depth in range(1, min(map(len, parts), default=0) + 1):
         for raw in ([part[-depth] for part in parts], ["-".join(part[-depth:]) for part in parts]):

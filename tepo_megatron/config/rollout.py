@@ -371,7 +371,7 @@ class RolloutConfig(Section):
             yield "partial = true with sampling.stop or sampling.bad_words, which may be in two parts; leave one of the two out"
 
     def shard_faults(self) -> Iterator[str]:
-        """Of a run whose servers get merged weights."""
+        """If servers get merged weights."""
         experts = self.server.argument_among("--enable-expert-parallel", "-ep")
         if experts is not None and self.server.transfer == "reshard" and self.replay is None:
             yield (

@@ -58,8 +58,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def line_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Returns `` (file:line)``, or an empty text for an error of this package: the last line in the file of ``function``, or
-    in the file that it entered first if it is not written in Python.
+    """Returns `` (file:line)``, the last line in the file of ``function`` (without source: in the first file entered), or ""
+    for an error of this package.
     """
     frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(_PACKAGE)]
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
@@ -70,7 +70,7 @@ def line_of(error: BaseException, function: Callable[..., Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns what a scalar of NumPy or torch holds; anything else as it is."""
+    """Makes a Python number of a scalar of NumPy or torch."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 

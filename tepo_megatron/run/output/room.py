@@ -1,4 +1,4 @@
-"""The disk space that a run's checkpoints take; 'tepo train' and 'tepo doctor' compare it with what is free."""
+"""The disk space that a run's checkpoints take."""
 
 from __future__ import annotations
 
