@@ -124,14 +124,14 @@ def _tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles:
         rows = [[a, *(values.get((a, b)) or values.get((b, a), "–") for b in WAYS)] for a in WAYS]
         return Table(("", *WAYS), rows, title)
 
-    since = "from the second update of a step on:"
+    since = "from update 2 on:"
     ranges = [(f"{result['entropy'][0]:.3f} … {result['entropy'][1]:.3f}", result) for result in quantiles]
     first = "All shares are of the response tokens with a positive advantage.\n\nBy the update within its step:"
     return [
         shares("update", first, [(str(number), result) for number, result in enumerate(updates, 1)]),
         matrix("alike", f"Decided alike, {since}"),
-        matrix("overlap", f"Of the tokens that either masks, those that both mask, {since}"),
-        shares("entropy, nats", f"By the entropy of the policy before the update, {since}", ranges),
+        matrix("overlap", f"Masked by both, of the tokens that either masks, {since}"),
+        shares("entropy, nats", f"By the policy's entropy before the update, {since}", ranges),
     ]
 
 
