@@ -5,8 +5,6 @@
 Needs Chromium. The command sees a terminal of 120 columns. ``--first N`` and ``--last N`` keep so many lines.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pty

@@ -13,8 +13,6 @@ writes such a file, .coverage (pytest-cov). A finished fault is in the output fi
 count continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -7,8 +7,6 @@
 A limit goes down with a change that makes its figure smaller, and up only for a feature, as its commit says.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

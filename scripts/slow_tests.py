@@ -5,8 +5,6 @@
 A file with nothing left is not even imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import xml.etree.ElementTree as ET
 from collections import defaultdict

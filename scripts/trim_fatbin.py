@@ -6,8 +6,6 @@ The library keeps its size and its layout: bytes of code that is not kept become
 runs only on a GPU of a kept architecture. PTX goes too, so that nothing is compiled at start for a GPU it was not kept for.
 """
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections import Counter

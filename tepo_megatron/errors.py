@@ -1,7 +1,5 @@
 """Tells errors that are sentences for the user from bugs."""
 
-from __future__ import annotations
-
 import dis
 import os
 

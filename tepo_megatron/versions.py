@@ -3,8 +3,6 @@
 ``tests/unit/test_versions.py`` holds ``pyproject.toml``, scripts, pins and images to these ranges.
 """
 
-from __future__ import annotations
-
 from importlib import metadata
 
 from packaging.requirements import Requirement

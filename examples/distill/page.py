@@ -4,8 +4,6 @@ tepo sweep examples/distill/compare.yaml --jobs 2
 python -m examples.distill.page out/distill-compare     # without a folder: from the data that is kept
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

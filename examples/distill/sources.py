@@ -3,8 +3,6 @@
 Responses are the student's own, or the teacher's, which is off-policy distillation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The number from 1 to 7, drawn with the group's seed, as an environment of Gymnasium."""
 
-from __future__ import annotations
-
 import re
 from string import printable
 from typing import Any

@@ -9,8 +9,6 @@ next-token cross-entropy (of examples/tiny/make_warm_start.py) through the same 
 the environment answered is context, as in RL.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """The number from 1 to 7, drawn with the group's seed, as an environment of OpenEnv: its client, and by `python` its server."""
 
-from __future__ import annotations
-
 import random
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """An environment of `verifiers` (0.1) as an agent. `python verifiers_0_1_agent.py > problems.jsonl` writes its problems."""
 
-from __future__ import annotations
-
 import json
 
 import verifiers as vf

@@ -1,7 +1,5 @@
 """An environment of `verifiers` (0.4) as an agent. `python verifiers_agent.py > problems.jsonl` writes its problems."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -4,8 +4,6 @@ Figures and rules were fixed before the sweep's first run ended; :data:`_FEWEST_
 after three.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -3,8 +3,6 @@
 Nothing in it is of this package but the problem that it is given; the client is OpenAI's own.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything that an environment needs is in this file; docs/guides/environments.md has the protocol.
 """
 
-from __future__ import annotations
-
 from tepo_megatron import Problem, ResponseText, StepResult
 
 

@@ -3,8 +3,6 @@
 .venv/bin/python examples/own_env/make_problems.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 python examples/own_loop/loop.py [train.steps=10 …]
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

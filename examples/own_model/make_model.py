@@ -7,8 +7,6 @@ eight digits, and the same in order. The model has seen too few of them to be su
 sampled answers are right, and eight of ten greedy ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import random

@@ -3,8 +3,6 @@
 Each evaluation has a folder below it, named after its file here (7b, 7b-seed1, 7b-step72, …). Others are "not run here".
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Every expert is a copy of the dense MLP, with a little noise, and a router with 
 each token. Its probabilities for the two sum to 1, so that without noise the output would be the MLP's own (sparse upcycling).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -9,8 +9,6 @@ Supervised training through the same Megatron engine as TEPO, with next-token cr
 results, in Hugging Face format, ship as tepo_megatron/tasks/data/builtin/tiny, …/stack-machine and …/long-addition.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -6,8 +6,6 @@ its steps but the first two. A ratio compares the sides of one round; the table 
 medians over the rounds, and their extremes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

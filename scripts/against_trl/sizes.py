@@ -1,7 +1,5 @@
 """What both sides are given: the sizes, and a reward for a model that has learned nothing. Needs nothing but Python."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Trains with TRL's GRPO and prints the seconds of every step as JSON. Runs in TRL's environment; compare.py calls it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -6,8 +6,6 @@ Means over the steps from the third on of all runs in a folder, of all tokens wi
 length.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean, pstdev
 

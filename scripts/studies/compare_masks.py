@@ -7,8 +7,6 @@ It repeats the run's first steps on one rank without servers. All three ways of 
 Shares are of tokens with a positive advantage, the only candidates.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,6 @@ times as long. Schedules alternate with equal problems and steps; an overlapped 
 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

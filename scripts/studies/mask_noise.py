@@ -8,8 +8,6 @@ Truth: the entropies of both master weights in float64. Measured: those of bfloa
 added to every logit, as large as the last place of bfloat16 at logits of another model. Candidates: positive advantage.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ A random one-layer Llama has all tokens in one micro-batch. Each head runs in it
 Peaks are memory that a pass adds: resident on a CPU (malloc returns freed memory at once), the allocator's on a GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -5,8 +5,6 @@
 Bytes are counted by tensor after one update, and by file after a checkpoint. Rates are of one core.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Options that all studies have."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``tepo doctor``'s checks of distributions, this machine, and nodes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

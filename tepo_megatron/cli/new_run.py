@@ -1,7 +1,5 @@
 """The questions of ``tepo init``, and what follows from the answers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One rule for a run's paths: in a file they are relative to the file, elsewhere to the current folder."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Reads files of other trainers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial, reduce

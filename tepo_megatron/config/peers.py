@@ -1,7 +1,5 @@
 """Settings of other trainers, by the table in ``peers.yaml``."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Every field of a run, and a configuration's errors as sentences."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
 decides its role.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

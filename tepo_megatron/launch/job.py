@@ -1,7 +1,5 @@
 """A job's absolute paths, and a shell script per role."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 ``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` fails if a distribution is not installed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

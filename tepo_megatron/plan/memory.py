@@ -1,7 +1,5 @@
 """Bytes on a training rank's GPU and host (docs/reference/plan.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 

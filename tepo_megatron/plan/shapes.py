@@ -1,7 +1,5 @@
 """Shapes of known models, and parameter counts of a model and of a training rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

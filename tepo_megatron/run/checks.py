@@ -1,7 +1,5 @@
 """Checks before a run, which raise ValueError: ``tepo train`` stops at the first failure, ``tepo doctor`` reports all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

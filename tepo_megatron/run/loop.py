@@ -1,7 +1,5 @@
 """The algorithm, as every rank runs it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Folders of the Hugging Face hub: ``hub:ORGANISATION/NAME``, of data also with ``/FOLDER``; ``@REVISION`` if not main."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

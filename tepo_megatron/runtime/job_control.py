@@ -1,7 +1,5 @@
 """Ctrl-Z for processes in several sessions; the terminal stops only the first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

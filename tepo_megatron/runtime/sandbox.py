@@ -1,7 +1,5 @@
 """Runs Python programs that a model wrote, without files, signals, privileges, and a life beyond their parent's."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import errno

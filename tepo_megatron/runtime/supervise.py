@@ -6,8 +6,6 @@ then its temporary folder and shared memory are removed. The supervisor must lea
 It records names in /dev/shm that its group has mapped; if it is killed too, ``sweep`` removes them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """Checks text from outside, escapes it for a terminal, and mends standard streams, with the standard library only."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

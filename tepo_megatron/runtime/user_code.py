@@ -1,7 +1,5 @@
 """Loads the user's code: ``path/file.py:name``, ``package.module:name``, or a whole module."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The parent's side of children that exchange JSON lines over pipes."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

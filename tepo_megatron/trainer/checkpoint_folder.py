@@ -3,8 +3,6 @@
 No run resumes from ``.partial``, ``.damaged``, or ``.abandoned`` (later than the checkpoint that a run resumed from).
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Compares a run with the run that wrote a checkpoint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Plans the moves between two layouts; ranks with the same inputs make the same plan."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Names the member at fault where a check of a contract meets an error that it does not expect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 from functools import wraps
 from inspect import signature

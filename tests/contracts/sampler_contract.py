@@ -4,8 +4,6 @@ It serves ``contract_model(0)`` in float32 from a folder that ``write_model`` ma
 ``MAX_LENGTH`` tokens, and takes full tensors. The oracle is transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache

@@ -1,7 +1,5 @@
 """The fleet of vLLM servers and the reference sampler keep the sampler's contract, and the contract sees who does not."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Both trainers keep the contract of ``tepo_megatron.trainer.protocol``, and the suite names what a broken one does wrong."""
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@
 a world of one rank. A check raises AssertionError, which names the member at fault.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

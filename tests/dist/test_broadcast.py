@@ -1,7 +1,5 @@
 """What rank 0 sends to every rank: its batch with every record, and a signal without a time limit."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Checkpoints of real worlds: damaged ones passed over by all ranks alike, disks that fill up, runs that are another run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ FP8 is emulated on the CPU: the inputs of every linear are rounded through torch
 ``recipe = tensorwise`` does. Transformer Engine itself is not here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each remedy is also taken away: then the run differs, or is refused, as it was on a GPU.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The host waits for the device a fixed number of times a run of micro-batches, not at every micro-batch."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

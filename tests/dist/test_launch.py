@@ -1,7 +1,5 @@
 """A rank that leaves ends the tests' world with what it printed; all gloo groups of a process share one thread."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizer states on the host or in fewer bits: the same updates as without, and checkpoints that go from one to the other."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """LoRA under every kind of split: gradients are those of float64, updates those of one rank, and frozen weights stay so."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

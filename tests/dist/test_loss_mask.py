@@ -4,8 +4,6 @@ Compared with a dense reference in float64, whose loss mask is made from the tur
 and on two.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

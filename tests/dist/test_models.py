@@ -2,8 +2,6 @@
 backward, checkpoints pass from one split to another, and biases of experts move against the load of the whole mini-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache

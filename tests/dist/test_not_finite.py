@@ -1,7 +1,5 @@
 """A NaN or an infinite number on one rank: no rank makes the optimizer step, and the run is as if it had never come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

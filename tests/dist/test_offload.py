@@ -2,8 +2,6 @@
 bit the same as if it had stayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

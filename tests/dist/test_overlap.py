@@ -1,7 +1,5 @@
 """Overlapped communication and recomputation change when things are computed, and not one bit of what."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

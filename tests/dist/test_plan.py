@@ -1,7 +1,5 @@
 """A plan against what Megatron builds and needs: parameters of ranks, bytes of terms, the peak of memory."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -2,8 +2,6 @@
 the former also after a failure.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -5,8 +5,6 @@ CPU's do not, so noise is added here that is a function of the place (row, numbe
 update after a rollout nothing has changed: every ratio is exactly 1, no entropy has moved, and TEPO's mask holds back nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@ transformers computes with them in float64, forward and backward, also where the
 routers have an auxiliary loss too, over the whole mini-batch: the same however ranks and micro-batches cut it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

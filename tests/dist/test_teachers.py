@@ -1,7 +1,5 @@
 """Teachers on the trainer's ranks, of another architecture, depth and width, against transformers in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path

@@ -4,8 +4,6 @@ The servers start with other weights than the trainer's. After an update they de
 trainer's, and give the log-probs that the trainer gives; also after one of two servers was killed during a second update.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -2,8 +2,6 @@
 to learn (pytest -m learns).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

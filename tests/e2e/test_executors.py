@@ -1,7 +1,5 @@
 """`cluster.executor`: what NeMo-Run would send to each service, and runs on this machine."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

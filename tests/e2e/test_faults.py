@@ -1,7 +1,5 @@
 """Faults of every class (`tepo faults --quick`, bash scripts/test.sh --long), and of a trainer that replays rollouts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

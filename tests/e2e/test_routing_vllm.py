@@ -4,8 +4,6 @@ Experts come in pairs whose rows in the router all but tie. The server's rows ar
 one of a pair where the trainer takes the other, as rounding alone would have it.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

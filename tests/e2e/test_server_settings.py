@@ -1,7 +1,5 @@
 """Real vLLM servers with another head, in FP8, and with speculative decoding say what the trainer's model says."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 Ctrl-C ends, and of ``tepo serve`` before a trainer uses it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

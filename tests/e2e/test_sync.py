@@ -1,7 +1,5 @@
 """After every sync the server's weights are the trainer's: a canary in greedy tokens, and the log-probs of real rollouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

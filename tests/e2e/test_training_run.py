@@ -1,7 +1,5 @@
 """The main job as a user starts it: `tepo train` with two trainer ranks and a real vLLM server, small."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

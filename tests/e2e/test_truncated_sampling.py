@@ -1,7 +1,5 @@
 """Top-k, top-p, min-p, bad words and stop strings with a real vLLM server: the trainer's log-probs are the sampler's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any

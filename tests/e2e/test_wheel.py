@@ -1,7 +1,5 @@
 """The wheel installs and runs outside the checkout, the warm-start model included."""
 
-from __future__ import annotations
-
 import subprocess
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts in Transformer Engine's grouped products: in bfloat16 and FP8 on one GPU, and split over two where there are two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ Context parallelism goes through Transformer Engine's attention; interleaved pip
 communicators while they compute, and overlapped reductions and gathers run on a stream of their own.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

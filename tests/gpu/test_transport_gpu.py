@@ -1,7 +1,5 @@
 """Weights between two processes through CUDA IPC on one GPU, and through NCCL where there are two; memory that leaves a GPU."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any

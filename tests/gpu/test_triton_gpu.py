@@ -1,7 +1,5 @@
 """Scores on a GPU, against the dense fp64 oracle: Triton's kernels, kept tokens, and the fused head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

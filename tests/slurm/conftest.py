@@ -1,7 +1,5 @@
 """A Slurm cluster of three nodes on this machine, out of a temporary folder, and the environment that submits to it."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import socket

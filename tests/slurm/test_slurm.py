@@ -1,7 +1,5 @@
 """`tepo launch` on a real Slurm of two nodes: one trains with torchrun, the other serves vLLM."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

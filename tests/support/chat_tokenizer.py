@@ -1,7 +1,5 @@
 """A small byte-level tokenizer with a chat template, as instruction models have it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

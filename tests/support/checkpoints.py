@@ -1,7 +1,5 @@
 """Small whole checkpoints without a model, and the ways in which disks and people damage them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

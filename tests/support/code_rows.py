@@ -1,7 +1,5 @@
 """Rows with the columns of published code benchmarks, written for these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

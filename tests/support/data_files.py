@@ -1,7 +1,5 @@
 """Data files and folders for tests, as users have them: JSON lines, Parquet, and what ``datasets`` saves to disk."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The oracle of tests and benchmarks: log-prob and entropy of a whole vocabulary in fp64, by their definitions."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from typing import Any

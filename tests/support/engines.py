@@ -1,7 +1,5 @@
 """Engines that take a world of gloo ranks in turn, and what tests of them share: random models, rollouts, comparisons."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs of the examples, as their READMEs start them."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server of this process that answers as it is told, over real HTTP; for a fleet it has the methods of a ``Server``."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

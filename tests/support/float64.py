@@ -1,7 +1,5 @@
 """What transformers computes in float64 of a batch, to compare trainers with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hypothesis draws the package's hostile values (``tools/faults/hostile.py``) by their seeds."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import strategies as st

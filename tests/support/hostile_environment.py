@@ -1,7 +1,5 @@
 """An environment that misbehaves as it is told, for worker processes: imports nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A small HTTP server of this process that answers as a test says."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A callback that kills ranks of its own run, so that they die at a known point: between two steps."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ Ranks are forks of one process that has imported torch, Megatron and the engine.
 this process. A world of four is there in half a second; four fresh processes would import for four seconds each.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing as mp
 import os

@@ -1,7 +1,5 @@
 """The example's game, which writes down what it was given: imports nothing heavy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

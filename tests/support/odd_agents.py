@@ -1,7 +1,5 @@
 """Agents on the real OpenAI client that do what their problem's answer says, for worker processes."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Any

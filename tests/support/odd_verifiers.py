@@ -1,7 +1,5 @@
 """Verifiers that do what a response says, for worker processes: imports nothing heavy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

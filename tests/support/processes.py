@@ -1,7 +1,5 @@
 """What runs on this machine, and limits of this process."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

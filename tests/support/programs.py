@@ -1,7 +1,5 @@
 """Starts programs of ``tests/support/worlds`` and whole runs of ``tepo train``, and reads what these leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

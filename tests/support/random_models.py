@@ -1,7 +1,5 @@
 """Small random models of every architecture that vLLM serves on a CPU, and what transformers decodes with them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

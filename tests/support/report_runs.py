@@ -3,8 +3,6 @@
 The task is the tiny run's: two-digit sums with a chain of thought, a token a character.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Small models and splits for the tests of the plan, drawn at random, and the values that their parameters hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ three of them run at a time. Of all others a worker takes a file at once, and ma
 goes first, so that workers end at about the same time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

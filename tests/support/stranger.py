@@ -1,7 +1,5 @@
 """What another user of this machine tries at the ports and files of a run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

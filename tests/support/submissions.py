@@ -3,8 +3,6 @@
 Nothing is sent. Run it where NeMo-Run is installed. Clients of services are replaced, and two packages that .venv-launch lacks.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What imports offer, and what they do: these names, lazily, with docstrings and pages, and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """What the documents name exists: files, functions, tests, links, commands, fields; and they agree on versions and counts."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """The lists of what to change for a new architecture, objective, knob or metric are complete for everything that is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

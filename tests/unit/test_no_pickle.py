@@ -1,7 +1,5 @@
 """What comes from a disk or a network runs no code: ours unpickles and evaluates nothing, but for a list with reasons."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Signals that ask a process to stop: real ones, sent to real processes, which import no torch, and to this one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Where ranks meet, and what another user of the machine gets there: real processes, and a stranger without any right."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The supported ranges are said once, and all that pins or installs agrees; a commit and a pull request run the checks."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shutil

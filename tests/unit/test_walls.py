@@ -1,7 +1,5 @@
 """The walls of docs/design.md hold: every contract is seen to fail, in a copy of the package with a planted fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -6,8 +6,6 @@ Call it before ``tepo sweep``, on a new machine, and after it. A run that is bro
 and an empty folder in place of its model, so that the sweep and its tables take it as done.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

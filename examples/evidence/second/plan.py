@@ -6,8 +6,6 @@
 Before the tuning chosen.json holds each method's published range and the lower learning rate, and says so.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

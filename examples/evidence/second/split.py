@@ -5,8 +5,6 @@
 ``data.filter=[split.py:is_trained]`` leaves them out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import cache

@@ -1,7 +1,5 @@
 """Advantages from rewards within groups (docs/reference/tepo.md)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

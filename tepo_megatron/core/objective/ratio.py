@@ -1,7 +1,5 @@
 """Ratios π_θ / π_old and π_old / π_sampler. δ = log π_θ − log π_old."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Trust regions (docs/reference/tepo.md)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import NamedTuple

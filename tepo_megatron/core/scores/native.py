@@ -1,7 +1,5 @@
 """Sweeps on a CPU in C++, compiled on first use into the user's cache folder."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

@@ -3,8 +3,6 @@
 T rows, R scored ones, c rows of a chunk, V ≥ 1 columns without padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter

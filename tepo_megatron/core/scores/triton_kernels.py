@@ -4,8 +4,6 @@ A program takes a row, or a part if rows are few. A thread loads VECTOR neighbou
 the end. KIND is `Scoring.kind`.
 """
 
-from __future__ import annotations
-
 import math
 
 import triton

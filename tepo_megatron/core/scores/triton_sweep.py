@@ -1,7 +1,5 @@
 """Launches `triton_kernels`. Without atomics and tuning, equal inputs give equal bits."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rank 0's side of W&B and MLflow, each a child process for which only the run's end waits."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ It reads JSON lines: the settings, ``{"row": {…}}`` per step, and ``{"finish":
 messages (``note``) and failures (``failed``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

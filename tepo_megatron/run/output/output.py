@@ -1,7 +1,5 @@
 """A run's output folder and display. Rank 0 only."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A run's activity or end, read from its folder on any machine."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Token values of a step's responses (``log.token_samples``). Rank 0 only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The user's generation step, ``rollout.collect``, runs on rank 0 only."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace

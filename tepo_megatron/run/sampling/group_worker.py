@@ -1,7 +1,5 @@
 """Samples and scores a buffer's groups, a finished response at once; only the main thread revives servers and sends weights."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Groups of responses, and the buffer that decides, without I/O, which are drawn, sampled and trained on."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import Counter, deque

@@ -5,8 +5,6 @@
 group 123 until an entry has it (decision 024).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Rewards of a step's rollouts. Rank 0 only."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Skipped optimizer steps, rollback by a metric, bounds below noise, clips that take too much."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What signals and checkpoints' times mean for the rest of a run."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Servers of ``tepo serve``, on other nodes or beside ranks that may be restarted (decision 043), registered on a disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Servers on the trainer's GPUs sleep instead of pausing. After a failure the weig
 a new sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Checks resources and models before a server takes half a minute to refuse them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Converts published benchmark files to problems and checks their digests (``tepo data prepare``)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

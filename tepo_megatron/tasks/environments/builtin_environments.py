@@ -1,7 +1,5 @@
 """Built-in environments (docs/guides/environments.md), and adapters for libraries that are not imported here."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import operator

@@ -4,8 +4,6 @@ A trainer opens a session (``POST /sessions``), sends lists of ``[episode, call]
 ``[episode, answer, error, lost, suspect, seconds]`` (``…/answers``).
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import secrets

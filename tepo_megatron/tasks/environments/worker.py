@@ -5,8 +5,6 @@ A call is ``[number, episode's number, call]`` with ``["reset", problem, seed, a
 ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluates a model folder without a trainer (``tepo eval``)."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

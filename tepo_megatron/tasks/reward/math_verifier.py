@@ -1,7 +1,5 @@
 """Compares mathematical answers as expressions with the math-verify library (Apache-2.0)."""
 
-from __future__ import annotations
-
 import math as arithmetic
 import re
 from contextlib import suppress

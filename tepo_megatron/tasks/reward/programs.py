@@ -11,8 +11,6 @@ is an instruction; white space is ignored:
 The result is the only remaining value.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Built-in verifiers (docs/guides/rewards.md). Imports only light modules: workers start quickly."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal, InvalidOperation

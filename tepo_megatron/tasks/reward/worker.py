@@ -4,8 +4,6 @@ A call is ``[number, problem, responses]``, as their ``to_json``. An answer is a
 null]`` or ``[null, error]``.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Controls a headless Chromium by its DevTools protocol (Debian: ``apt-get install chromium``)."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

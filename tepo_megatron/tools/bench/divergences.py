@@ -1,7 +1,5 @@
 """Methods to compute divergences from a teacher over a sharded vocabulary, for ``tepo bench scores --teacher``."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import types

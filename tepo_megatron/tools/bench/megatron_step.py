@@ -4,8 +4,6 @@ Megatron's local attention takes no packed sequences: a step is packed with this
 Megatron's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

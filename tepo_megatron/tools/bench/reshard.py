@@ -1,7 +1,5 @@
 """Compares the weight sync between shards with alternatives (``tepo bench reshard``)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

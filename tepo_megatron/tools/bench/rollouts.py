@@ -1,7 +1,5 @@
 """Compares a rollout server with vLLM's offline engine, and measures rank 0's cost of responses."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

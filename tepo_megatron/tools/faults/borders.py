@@ -1,7 +1,5 @@
 """Borders that are answers and addresses, and the class of faults that tries all of ``hostile.ENTRIES``, files too."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

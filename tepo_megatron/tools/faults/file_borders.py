@@ -1,7 +1,5 @@
 """Borders that are files: data, rollouts, checkpoints, models, a run's folder, configurations and keys."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

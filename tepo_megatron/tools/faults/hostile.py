@@ -1,7 +1,5 @@
 """Hostile values for every border, and what a border may do with them: take or refuse them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

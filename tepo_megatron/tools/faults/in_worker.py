@@ -1,7 +1,5 @@
 """Spoils weights in a vLLM worker before the layer processes them (``--worker-extension-cls``)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

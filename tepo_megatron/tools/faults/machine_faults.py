@@ -1,7 +1,5 @@
 """Faults of the machine below a run: disks that are full, stall or fail, memory that ends, clocks that jump."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

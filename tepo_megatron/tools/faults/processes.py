@@ -1,7 +1,5 @@
 """The processes of a run started here, by role; only those are signalled."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -5,8 +5,6 @@
 The file ``armed`` in ``$TEPO_FAULTS_FOLDER`` names a phase; rank 0 renames it to ``reached`` on entering it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Edited files between two calls of a run: records, journals, metrics, checkpoints, a resume at another size."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

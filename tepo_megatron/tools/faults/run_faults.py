@@ -1,7 +1,5 @@
 """Signals to the processes of whole runs."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

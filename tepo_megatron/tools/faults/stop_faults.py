@@ -1,7 +1,5 @@
 """Faults of the terminal and of what starts a run: keys, hang-ups, signals, suspended jobs, closed streams."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

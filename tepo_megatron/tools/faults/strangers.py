@@ -1,7 +1,5 @@
 """Another user tries every port of a job without a key, with a wrong one, or at a poisoned rendezvous."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import datetime

@@ -4,8 +4,6 @@ Data is base64 of gzipped JSON, which HTML cannot misread; the script inserts te
 permits only this script.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

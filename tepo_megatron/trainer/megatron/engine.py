@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs a batch through Megatron's schedule, for scores and their rounding noise."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 Megatron does not divide; the objective's numerator is divided here, once, by the mini-batch's denominator.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

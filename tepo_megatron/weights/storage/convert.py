@@ -1,7 +1,5 @@
 """``tepo export`` and ``tepo import`` in one process without Megatron; the same command continues after an interruption."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

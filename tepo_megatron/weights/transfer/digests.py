@@ -1,7 +1,5 @@
 """Digests of weights and of transferred bytes, against accidents, not forgery."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Gathers full tensors on rank 0 and broadcasts them in buckets, in a manifest's order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Interface of transports, and the rendezvous of trainer ranks and workers."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import time

@@ -3,8 +3,6 @@
 The trainer's storages are really offloaded and onloaded. vLLM's server sleeps and wakes, which moves no memory on a CPU.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

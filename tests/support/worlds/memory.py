@@ -4,8 +4,6 @@ The measure is the operating system's: the peak of the resident set during the s
 resident set just before the engine is built. malloc returns freed memory at once, so that it means what is in use.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

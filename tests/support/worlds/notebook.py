@@ -5,8 +5,6 @@
 The cell that is tagged ``parameters`` is followed by the values that are given, as papermill does it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters as Megatron builds them: REQUEST.json COUNTS.json."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

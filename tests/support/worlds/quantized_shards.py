@@ -6,8 +6,6 @@ on each worker. OUT/waiting-Q-RANK.txt names that model's linear layers that wer
 OUT/refused-RANK.txt is what the loader says to a checkpoint that is quantised already.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Without a GPU torch.cuda's answers are replaced first: parameters are made on th
 model and recipe → parameters whose shape is not the table's, each with both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """One rank of a run, in a world that is there at once: train [YAML] OVERRIDE… What rank 0 prints is in OUTPUT/printed.txt."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -5,8 +5,6 @@ Writes ``OUT/<name>.json`` (parameter → shape) for models on the meta device, 
 for those with weights, and ``OUT/pp.json`` with vLLM's division of layers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmarks on the CPU: all methods compute the same on the same tokens, tables by hand, and refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The page of evidence, its figures by hand and its intervals by simulation; the files and the rules of its second round."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

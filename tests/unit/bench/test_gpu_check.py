@@ -1,7 +1,5 @@
 """The runner of the checks that need a GPU: what it says without one, and that nothing which did not run counts as passed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

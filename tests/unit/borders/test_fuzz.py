@@ -1,7 +1,5 @@
 """``tepo faults`` tries the same entries with more values (``tools/faults/borders.py``)."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

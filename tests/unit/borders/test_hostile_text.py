@@ -2,8 +2,6 @@
 ``test_fuzz.py`` feeds hostile values to every border.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """docs/guides/security.md lists every module that reads what others may write: files, sockets, pipes, environment variables."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 reads them, what was answered, and why it got its reward.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """The doctor finds planted faults: of distributions, and of a run (disk, ports, servers)."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """The doctor finds planted faults of nodes, whose clocks it asks through an ``ssh`` and an ``srun`` that are our scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``tepo init``: a file that a run can begin with, out of what a new user has."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

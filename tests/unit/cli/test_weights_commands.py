@@ -1,7 +1,5 @@
 """``tepo checkpoint``, ``tepo import`` and ``tepo export``, as a user meets them."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

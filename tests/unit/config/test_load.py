@@ -1,7 +1,5 @@
 """Files and overrides become a run, or sentences; the schema has every field, with what it takes and what it means."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Paths in a file are relative to the file, on the command line to the current folder, wherever the command starts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of TRL, verl and NeMo-RL, as they are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Configurations of TRL, verl and NeMo-RL, and single keys of theirs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

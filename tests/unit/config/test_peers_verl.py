@@ -1,7 +1,5 @@
 """Settings that only verl has."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What cannot be meant, or could not act, is refused with what to write. … stands for any text."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Published benchmarks become problems: small files of the same columns, written for these tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

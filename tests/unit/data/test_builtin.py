@@ -1,7 +1,5 @@
 """Built-in tasks and models: sums, formulas for a stack machine and what a warm start sees of them; folders of models."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

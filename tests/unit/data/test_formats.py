@@ -1,7 +1,5 @@
 """The same problems from JSON lines, CSV, Parquet and a folder of ``datasets``; columns by other names, templates, messages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from datetime import date

@@ -1,7 +1,5 @@
 """Models and data by their name on the hub: a server on this machine answers as the hub does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from hashlib import sha1

@@ -2,8 +2,6 @@
 source, a restored state, and orders by the user's function.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tokenizers: the built-in one, a byte-level one with a chat template, one that falls back to bytes, one with odd rules."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -2,8 +2,6 @@
 address that they call: where it listens, whom it answers, and what it answers to those who ask twice or too late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

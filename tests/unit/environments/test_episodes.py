@@ -2,8 +2,6 @@
 written twice, and each ends once. What an agent sends beside what was said: what of it is new, and what is read of requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Environments of other libraries, each installed into a folder of the user's cache, in the worker processes that play them."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

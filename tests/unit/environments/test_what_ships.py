@@ -1,7 +1,5 @@
 """The environments that ship with the package, and those of other libraries behind their adapters."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing
 from types import SimpleNamespace

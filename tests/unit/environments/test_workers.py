@@ -3,8 +3,6 @@ sentence, the others go on. A server has a key: who has none is answered without
 body that is no request is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Estimators against brute force; intervals by simulation and by hand; which responses give the same answer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Held-out problems and evaluation sets: figures against verdicts that are drawn, settings, turns, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Hashable, Sequence

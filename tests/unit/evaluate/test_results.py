@@ -1,7 +1,5 @@
 """Results on a disk, two of them compared problem by problem, and an evaluation that continues with the responses it has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean

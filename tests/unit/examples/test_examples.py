@@ -2,8 +2,6 @@
 takes minutes; every file of the paper's is a run that fits, and its page says what plan, registry and results say.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

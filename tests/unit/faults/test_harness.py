@@ -1,7 +1,5 @@
 """The harness: it finds processes by their roles, goes on where it ended, counts what was lost, and sees a difference."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a cluster is asked before a job: paths, images, other jobs; and the files that it gets."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

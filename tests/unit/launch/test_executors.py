@@ -1,7 +1,5 @@
 """`cluster.executor`: every executor's nodes do what Slurm's do, and what one lacks is a sentence before anything starts."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a job is made of: scripts that do what they say, the configuration that nodes read, and what is refused before."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

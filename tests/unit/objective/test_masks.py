@@ -1,7 +1,5 @@
 """What is left out (rejection, OPSM, M2PO), and weights for a sampler: by the names of peers, of decoupled PPO, and of FP8."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Memory of a plan: parameters, optimizer states, servers on the same GPU, FP8, a fused head, LoRA and experts."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

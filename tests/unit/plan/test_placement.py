@@ -1,7 +1,5 @@
 """Ranks and servers on the nodes of a cluster: what fits, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

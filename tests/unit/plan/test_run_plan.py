@@ -1,7 +1,5 @@
 """A plan as a whole: the recipes fit, what does not fit is mended as the plan says, and the command says so."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reports in a real headless Chromium: drawn without a problem, read by keys, filtered, loaded anew; nothing in them runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

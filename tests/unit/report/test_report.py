@@ -1,7 +1,5 @@
 """What a report reads of runs (folders, sweeps, settings, tokens), and the file that it writes: only its script runs."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

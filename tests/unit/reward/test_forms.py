@@ -1,7 +1,5 @@
 """What a verifier may be: a function in a file, a class, one of groups, async, one for each source; and what it may return."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 may, and end with their parent. ``odd_verifiers.judge`` does what the response says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

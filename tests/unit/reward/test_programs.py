@@ -2,8 +2,6 @@
 the stack machine against the values of formulas, which Python computes.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Recorded responses are read from a run's samples and from files of one's own; what cannot be read is named by its line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests ask a program in another process: values arrive as they are, honest programs pass, and no attack does."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal

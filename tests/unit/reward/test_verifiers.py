@@ -3,8 +3,6 @@ executed nowhere: sympy evaluates texts of digits and operators only. The judge 
 small server that answers as it is told.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

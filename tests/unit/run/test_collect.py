@@ -1,7 +1,5 @@
 """What a step is trained on: full batches of groups that filters keep, or what the user's own function draws."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

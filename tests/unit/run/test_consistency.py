@@ -1,7 +1,5 @@
 """What the comparisons of log-probs let pass and stop: the canary, the rollouts, the ages of tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

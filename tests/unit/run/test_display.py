@@ -1,7 +1,5 @@
 """What is seen of a run: lines, tables, pictures, and its status."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What a run may begin in, continue from and keep in its folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

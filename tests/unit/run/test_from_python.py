@@ -1,7 +1,5 @@
 """Callbacks, and what a program gives to ``tepo_megatron.train``."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

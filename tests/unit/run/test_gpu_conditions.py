@@ -1,7 +1,5 @@
 """A server whose log-probs depend on what else it computes, as a GPU's: no canary stops a good run, and a stale cache does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The journal and the records of rollouts: what is taken was drawn by the same weights, settings and data, or it is said."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import shutil

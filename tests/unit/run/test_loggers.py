@@ -1,7 +1,5 @@
 """What W&B and MLflow are given, whatever they do: each row once, no secret, and never a wait but at the end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

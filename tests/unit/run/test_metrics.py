@@ -1,7 +1,5 @@
 """Rows and values of tokens on disk, and the time of a step."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

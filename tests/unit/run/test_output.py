@@ -1,7 +1,5 @@
 """What a resumed run finds in its folder, and leaves there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The overlapped schedule: what is sampled ahead, what meets which step, and that nothing is lost or trained on twice."""
 
-from __future__ import annotations
-
 import random
 import time
 from asyncio import CancelledError

@@ -1,7 +1,5 @@
 """Where servers run, and what a machine or a model cannot do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole runs of the loop on the reference trainer and sampler: order, schedules, faults, resume and replay."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,7 +1,5 @@
 """Inputs that cannot be used are refused before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whole runs on the reference trainer and sampler that end with an error: what was trained is saved before."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mini-batches, the end of a run, skipped steps, rollback, bounds below the noise, and clips."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Responses without a reward leave the step and nothing of the others changes; long responses; filters of groups."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Teachers on ranks and served ones in whole runs, on the reference trainer and sampler; and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Sequence

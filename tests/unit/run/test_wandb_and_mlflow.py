@@ -3,8 +3,6 @@
 Both packages are in requirements/test.txt; without one of them its test is skipped.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

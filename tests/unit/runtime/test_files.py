@@ -1,7 +1,5 @@
 """Files of lines on a disk that fills up, and the lock of an output folder, between real processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """What a program in the sandbox may not do, and what a killed worker leaves: real programs, a real worker, this kernel."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

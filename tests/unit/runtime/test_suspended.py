@@ -1,7 +1,5 @@
 """A job that is suspended as a whole continues as if nothing had been: the time is not counted against its workers."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Programs on a terminal: Ctrl-Z, a kill of a job that is stopped, streams that are closed, and readers that go away."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Heartbeats, and who hangs: which ranks a signal stopped, or do not go on (real ones: tests/unit/cli/test_torchrun.py)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

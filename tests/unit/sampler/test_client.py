@@ -1,7 +1,5 @@
 """What the client sends, what it says when a server misbehaves, and its watch over a server's progress."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

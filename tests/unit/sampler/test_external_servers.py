@@ -1,7 +1,5 @@
 """Trainer and servers of different machines: registry, and a server that is only found."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Servers that answer wrongly, hang, are slow or vanish: each has one defined end, and no wrong answer reaches the trainer."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Streams of samples, and servers that share the trainer's GPUs: which requests each server gets, in which order."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Killed servers leave nothing in /dev/shm and in the temporary folder: real processes, real kills, no vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

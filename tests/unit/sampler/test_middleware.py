@@ -1,7 +1,5 @@
 """Our middleware in a vLLM server: nothing samples without weights, and an orderly end logs no error."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

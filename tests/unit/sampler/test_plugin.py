@@ -1,7 +1,5 @@
 """What our plugin changes in vLLM's processes: adapters, signatures, forks, quantised weights, and speculation on CPUs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

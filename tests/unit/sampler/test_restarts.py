@@ -1,7 +1,5 @@
 """Servers that do not come up again, or later than others."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

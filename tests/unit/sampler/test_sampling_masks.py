@@ -1,7 +1,5 @@
 """Which tokens could have been drawn, from vLLM's log-probs to responses of several parts; records: test_rollout_file.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace

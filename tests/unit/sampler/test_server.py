@@ -1,7 +1,5 @@
 """Ports, cores, processes and logs of a server, without vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """How vLLM is started: the arguments, the environment, the weights and the machine of a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 ``VLLM_SOURCE=…/vllm pytest tests/unit/sampler/test_vllm_points.py`` asks another version, such as an unpacked wheel of GPUs.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Responses of servers, with experts: what arrives is what was sent, turns become one, a wrong answer is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Divergences from a teacher or its top k: the dense fp64 oracle, what holds of every divergence, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Scores of a vocabulary in one piece, and with the products of the head: the dense fp64 oracle, pitfalls, noise."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The runs that a sweep's file stands for, and the table of what they found."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

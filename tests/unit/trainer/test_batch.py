@@ -1,7 +1,5 @@
 """Packing, padding, micro-batches and the shares of context-parallel ranks: nothing is lost, nothing is counted twice."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the choice of layers comes to in the modules that Megatron builds from it; one world builds all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Which differences make a resumed run another run: named field by field, refused or let through; plugins on every rank."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import cache, reduce

@@ -1,7 +1,5 @@
 """Adam's states after a resume, in fewer bits, and on the host. tests/dist/test_lean_optimizer.py and test_offload.py train."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The patches that let Megatron run on a CPU, and what a process sets on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Refusals of the trainer: settings, GPUs, packages and models that do not suffice."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

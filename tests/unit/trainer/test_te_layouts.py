@@ -3,8 +3,6 @@
 Transformer Engine is not in requirements/cpu.txt, since its torch part is built from source (docs/reference/gpu.md).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The layout of LoRA adapters follows that of the weights, and PEFT folders of anything else are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """config.json: every known family is read, and what would be computed wrongly is refused; so are routes of another model."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Import and export: the same bytes under any layout, for any model, in little memory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 CUDA itself: tests/gpu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

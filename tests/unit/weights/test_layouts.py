@@ -1,7 +1,5 @@
 """Layouts: every element of every tensor is on the ranks once, and vLLM's are those that vLLM itself declares and loads."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Every damage of a checkpoint is found and named before anything of it is used."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

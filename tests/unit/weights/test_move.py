@@ -1,7 +1,5 @@
 """Moving: the destination's parameters become what the plan promises, and digests notice damage."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """The plan: every destination element once, no byte more than needed, equal work for equal ranks, and what it costs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Transports: config names them all, and a group's members meet, transfer and end together, over real gloo connections."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading

@@ -4,8 +4,6 @@ Lines of JSON: the engine's arguments, answered by ``{}``; then requests ``{"pro
 "temperature": 1.0, "max_tokens": 32}``, answered by ``{"seconds", "tokens", "sha256"}``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

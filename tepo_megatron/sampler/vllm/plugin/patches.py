@@ -1,7 +1,5 @@
 """Changes to vLLM 0.32 and torch in a server's processes."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -3,8 +3,6 @@
 Right-padding keeps plain causal attention exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

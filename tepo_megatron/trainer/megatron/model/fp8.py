@@ -1,7 +1,5 @@
 """Translates ``engine.fp8`` to Megatron-Core's configs, and checks FP8's needs."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A layer's is coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i
 tokens on all ranks, and P_i the mean router probability.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Sends small values between ranks without pickle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

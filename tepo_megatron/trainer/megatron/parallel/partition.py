@@ -1,7 +1,5 @@
 """Assigns sequences to micro-batches: as few as possible, of equal cost, equally many per rank."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, insort

@@ -3,8 +3,6 @@
 The key ``master|model.norm.weight|0`` has the tensor's box from 0.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Moves the trainer's memory to the host and back on GPUs shared with servers, by whole storages: views stay valid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Literal

@@ -4,8 +4,6 @@ Adam's groups have the fp32 master; or the weight, with its master or 16 remaini
 another Adam on the host (hybrid).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages over NCCL in one communicator, one group call per round (decision 009). Not run on a GPU yet."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
