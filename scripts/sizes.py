@@ -19,10 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 53_925,
-    "tests, lines": 46_627,
+    "package, lines": 54_123,
+    "tests, lines": 47_226,
     "docs and docstrings, words": 110_000,
-    "public classes and functions": 794,
+    "public classes and functions": 800,
     "modules": 273,
     "modules below 60 lines": 40,
     "largest folder, files": 20,
