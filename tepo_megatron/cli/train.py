@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run
 from tepo_megatron.runtime.job_control import stopped_together
-from tepo_megatron.runtime.preemption import INTERRUPTED, StopRequested, StopSignals
+from tepo_megatron.runtime.preemption import INTERRUPTED, RANKS_FOLDER, StopRequested, StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.text import echo, outlive_readers
 
@@ -129,6 +130,7 @@ def _evaluate(
             )
         from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
+        os.environ.pop(RANKS_FOLDER, None)  # a callback of a rank may start this, and signals are the rank's
         try:
             with StopSignals(numbers=_ENDS, ends=False).borrowed():
                 result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)

@@ -205,9 +205,13 @@ main()
 
 @pytest.mark.parametrize(("number", "name", "code"), [("SIGINT", "Ctrl-C", 130), ("SIGTERM", "SIGTERM", 75)])
 def test_a_stopped_evaluation_says_how_to_continue(number: str, name: str, code: int, tmp_path: Path) -> None:
-    done = run_python("-c", STOPPED, number, "eval", "builtin:tiny", f"output={tmp_path}", code=code)
+    """A callback of a rank may have started it: the launcher's signals stay the rank's."""
+    environment = {"TEPO_RANKS_FOLDER": str(tmp_path), "RANK": "0"}
+    arguments = ("eval", "builtin:tiny", f"output={tmp_path}")
+    done = run_python("-c", STOPPED, number, *arguments, code=code, environment=environment)
     said = f"{name}: the evaluation ends; continue with the same command and --resume\n"
     assert (done.stdout, done.stderr) == ("", said)
+    assert not list(tmp_path.glob("rank-*"))
 
 
 def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
