@@ -334,6 +334,8 @@ def _hint(place: _Place, raw: Any) -> str:
 
 def _peer_hint(path: str, raw: Any, *, whole: bool) -> str:
     """Returns what an unknown key is here, or an empty text. ``whole``: the whole path must be a peer's."""
+    if _ROOT.get() is not RunConfig:
+        return ""
     for name, peer in peers().items():
         if isinstance(raw, Mapping) and (inner := [key for key in flat(raw, f"{path}.") if key in peer.keys]):
             return f"it is a section of {peer.title}, such as {inner[0]}: tepo config from-{name} FILE converts a file"

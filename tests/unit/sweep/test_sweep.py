@@ -194,6 +194,7 @@ def test_a_failed_run_is_reported_with_the_error_of_its_last_attempt(
     ("given", "said"),
     [
         ({"axis": {}}, "axis: unknown key (got {}); did you mean axes?"),
+        ({"seed": 7}, "seed: unknown key (got 7); did you mean seeds?"),
         ({"axes": 3}, "axes: got 3; allowed: a section"),
         ({"axes": {"lr": {"a": 3}}}, "axes.lr.a: got 3; allowed: text or a list, each item text"),
         ({"reach": [{"at": 0.5}]}, "reach[0].at: got 0.5; allowed: a list, each item a number"),
