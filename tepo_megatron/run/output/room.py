@@ -23,6 +23,7 @@ class Room(NamedTuple):
     """Bytes. ``once`` is the export, where ``per_checkpoint`` lacks it."""
 
     free: int
+    saves: int
     retained: int
     per_checkpoint: int
     once: int = 0
@@ -37,18 +38,20 @@ class Room(NamedTuple):
         train, lora = config.train, config.model.lora
         # Checkpoints written only by the clock fall on such a step by chance.
         for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
-        retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
+        saves = train.steps if train.save_minutes or not train.save_every else -(-train.steps // train.save_every)
+        retained = min(saves, train.keep_checkpoints + for_good + (train.keep_best is not None))
         named, free = config.model.path, _free_for(config.output)
         model = resolve_model_path(named) if named.startswith((BUILTIN, HUB)) else Path(named).expanduser()
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         if lora is None:
-            return cls(free, retained, weights * _BYTES_PER_CHECKPOINT_BYTE)
+            return cls(free, saves, retained, weights * _BYTES_PER_CHECKPOINT_BYTE)
         # states of adapters, and one whole export
-        return cls(free, retained, CHECKPOINT_BYTES * model_parameters(read_model_spec(model), lora), weights)
+        return cls(free, saves, retained, CHECKPOINT_BYTES * model_parameters(read_model_spec(model), lora), weights)
 
     def lack(self, output: Path) -> str:
         """Returns a sentence if there is too little for the checkpoints that ``output`` does not have yet, else nothing."""
-        missing = max(1, self.retained - len(checkpoints(output / "checkpoints")))
+        present = len(checkpoints(output / "checkpoints"))
+        missing = max(1, min(self.saves, self.retained + 1) - present)  # one more is written before the oldest goes
         needed = self._replace(retained=missing).needed
         if self.free >= needed:
             return ""

@@ -260,21 +260,23 @@ def test_a_run_too_says_that_its_disk_is_full_before_it_starts(
 ) -> None:
     config = load_run(None, [f"output={tmp_path}/out", "train.steps=9"])
     each = Room.of(config).per_checkpoint
-    free = [2 * each, 2 * each - 1]
+    free = [3 * each, 3 * each - 1]  # one more than the 2 that it keeps, before the oldest goes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     prepare_run(config)
     assert capsys.readouterr().err == ""
     del free[0]
     prepare_run(config)
     says = (
-        f"warning: {2 * each - 1:,} bytes are free for output {tmp_path}/out, and the next 2 checkpoints may take {2 * each:,};"
+        f"warning: {3 * each - 1:,} bytes are free for output {tmp_path}/out, and the next 3 checkpoints may take {3 * each:,};"
     )
     assert capsys.readouterr().err.startswith(says)
-    for number in (1, 2, 3):
+    for number, more in ((1, "2 checkpoints"), (2, "checkpoint"), (3, "checkpoint")):
         (config.output / "checkpoints" / f"step_{number:06}").mkdir(parents=True)
-        for free[0] in (each - 1, each):
-            said = Room.of(config).lack(config.output)
-            assert ("the next checkpoint may take" in said) == (free[0] < each), "another comes before the oldest goes"
+        needed = each * max(1, 3 - number)
+        for free[0] in (needed - 1, needed):
+            assert (f"the next {more} may take" in Room.of(config).lack(config.output)) == (free[0] < needed)
+    once = load_run(None, [f"output={tmp_path}/once", "train={steps: 9, save_every: 9, save_minutes: 0}"])
+    assert Room.of(once).lack(once.output) == "", "it saves once"
 
 
 def test_a_model_whose_size_is_unknown_is_a_warning(tmp_path: Path) -> None:
