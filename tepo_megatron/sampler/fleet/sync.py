@@ -95,7 +95,7 @@ class WeightSync:
         try:
             self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
         except ServerFault as error:
-            if sender.own_fault and not isinstance(error, ServerSilent):
+            if sender.own_fault:
                 raise RuntimeError(str(error)) from error  # another rank is at fault, which no new servers mend
             raise
         self._finish_update(version)
@@ -142,7 +142,7 @@ class WeightSync:
         wait(receiving, self._timeout_s)
         causes = [request.exception() for request in receiving if _failed(request)]
         if failed is not None and not isinstance(failed, TransferError):  # no new servers mend this rank's own fault
-            raise self._failure(f"trainer rank 0 failed: {failed}. {_causes(receiving)}".rstrip(), receiving) from failed
+            raise RuntimeError(f"trainer rank 0 failed: {failed}. {_causes(receiving)}".rstrip()) from failed
         repeats = causes and all(isinstance(cause, ServerFault) and move.NOT_AS_SENT not in str(cause) for cause in causes)
         kind = ServerFault if repeats else RuntimeError
         raise self._failure(_causes(receiving) or str(failed or ""), receiving, kind) from failed
