@@ -200,8 +200,8 @@ class StoredResponses:
         self._mode = "a" if resume else "w"
         if not resume and path.is_file() and (count := path.read_bytes().count(b"\n")):
             echo(
-                f"{path} has {count} answered prompts of an interrupted evaluation, which are removed when the servers have "
-                "started; to use them, end this (Ctrl-C) and give --resume",
+                f"{path} has answers of an interrupted evaluation ({count} prompts), which are removed when the servers have "
+                "started; if they are of this model and these settings, end this (Ctrl-C) and give --resume",
                 err=True,
             )
 

@@ -1,6 +1,7 @@
 """Held-out problems and evaluation sets: figures against verdicts that are drawn, settings, turns, and refusals."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -262,11 +263,12 @@ def test_an_evaluation_says_how_far_it_is(
         assert said.out == "", "tools read it"
         return said.err.splitlines()
 
-    assert [line.partition(";")[0] for line in lines()] == ["evaluates builtin:tiny on 4 problems"], "it was quick"
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone._PROGRESS_S", math.inf)
+    assert [line.partition(";")[0] for line in lines()] == ["evaluates builtin:tiny on 4 problems"]
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone._PROGRESS_S", 0.0)
     (config_of_eval.output / "eval" / "responses.jsonl").write_text("{}\n")
     removes, _, *progress = lines()
-    assert "responses.jsonl has 1 answered prompts of an interrupted evaluation" in removes
+    assert "responses.jsonl has answers of an interrupted evaluation (1 prompts), which are removed" in removes
     assert progress == [f"answered {done} of 4 prompts" for done in (1, 2, 3, 4)] * 2, "greedy, then samples"
 
 

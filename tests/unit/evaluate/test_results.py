@@ -195,7 +195,7 @@ def test_an_interrupted_evaluation_is_not_removed_in_silence(
     before = path.read_bytes()
     capsys.readouterr()
     anew = StoredResponses(path, Sampler(), model_state(model), {}, resume=False)
-    assert f"{path} has 4 answered prompts of an interrupted evaluation" in capsys.readouterr().err
+    assert f"{path} has answers of an interrupted evaluation (4 prompts)" in capsys.readouterr().err
     assert path.read_bytes() == before, "until the servers have started"
     for seed in (5, 6):  # as greedy and sampled
         anew(PROMPTS, n=2, temperature=0.5, max_new_tokens=8, seed=seed)
