@@ -147,11 +147,16 @@ class NewRun:
             if lost := check_reachable(answer, self._train):
                 refuses = f"{answer} refuses the answers of {lost} problems themselves"
                 echo(f"  warning: {refuses}: no response solves them", err=True)
-            with RewardPool(RewardConfig(verifier=answer)) as pool:
-                pool.rehearse([*self._train, *self._heldout])
-                if self._heldout and pool.components:
-                    parts = ", ".join(pool.components)
-                    echo(f"  warning: set evaluate.correct to the component that says what is correct: {parts}", err=True)
+            try:
+                with RewardPool(RewardConfig(verifier=answer)) as pool:
+                    pool.rehearse([*self._train, *self._heldout])
+            except ValueError as error:
+                if "no kwargs" not in str(error):
+                    raise
+                raise ValueError(f"{error}; give exact, and write it and its reward.kwargs into the file") from error
+            if self._heldout and pool.components:
+                parts = ", ".join(pool.components)
+                echo(f"  warning: set evaluate.correct to the component that says what is correct: {parts}", err=True)
             return answer
 
         self._verifier = _ask(f"Verifier: {_VERIFIERS}", value, "--verifier", check)

@@ -156,10 +156,12 @@ def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> No
 def test_a_verifier_is_tried(own: Path) -> None:
     (own / "mine.py").write_text(
         "def none(problem, response):\n    pass\n\nclass Empty:\n    pass\n\n"
-        "def parts(problem, response):\n    return {'right': 1.0, 'short': 0.5}\n"
+        "def parts(problem, response):\n    return {'right': 1.0, 'short': 0.5}\n\n"
+        "class Made:\n    def __init__(self, url):\n        pass\n"
     )
     words = [*INIT[:4], "--heldout", "heldout.jsonl", "--gpus", "0", "--verifier"]
-    for name, said in (("none", "cannot score the first"), ("Empty", "has neither a method score")):
+    arguments = "give exact, and write it and its reward.kwargs into the file"
+    for name, said in (("none", "cannot score the first"), ("Empty", "neither a method score"), ("Made", arguments)):
         assert said in invoke("init", *words, f"mine.py:{name}", code=1).stderr
         assert not (own / "run.yaml").exists()
     assert (
