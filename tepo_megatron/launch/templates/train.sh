@@ -15,7 +15,8 @@ node=${2:-${SLURM_NODEID:-0}}
 ended() { # also before there are ranks
   local code=$? registry=$out/servers/$job
   (umask 077 && mkdir -p "$registry")
-  if [[ $code != 0 && $code != 75 && $code != 130 && -z $stopped && $restarts == 0 && ! -e $registry/@ended@ ]]; then
+  if [[ $code != 0 && $code != 75 && $code != 130 && -z $stopped && $restarts == 0 && ! -e $registry/@ended@ &&
+    ! -e $registry/trainer-failed ]]; then
     # srun now ends the other nodes, which would take that for a preemption
     echo "node $node of the trainer ended with exit code $code" >"$registry/trainer-failed"
   fi

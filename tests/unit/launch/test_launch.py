@@ -176,6 +176,9 @@ def test_a_job_whose_node_fails_by_itself_does_not_go_back(tmp_path: Path) -> No
         for when, overrides in (("late", []), ("in-setup", ["cluster.setup=['false']"])):
             result = ended_node(tmp_path / f"fails-{when}-{node}", *overrides, node=node)
             assert result == (1, f"error: node {node} of the trainer {said}"), when
+    (tmp_path / "second/servers/7.0").mkdir(parents=True)
+    (tmp_path / "second/servers/7.0/trainer-failed").write_text("node 1 of the trainer ended with exit code 1\n")
+    assert ended_node(tmp_path / "second", node=0) == (1, f"error: node 1 of the trainer {said}"), "the first is the cause"
     back = (75, BACK.format(1).replace("most 2", "most 50"))
     assert ended_node(tmp_path / "stops", code=75) == back
     assert ended_node(tmp_path / "stopped", before="kill -TERM $PPID") == back
