@@ -288,7 +288,8 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     updates = _whole(batch / actor["ppo_mini_batch_size"], "data.train_batch_size over ppo_mini_batch_size")
     sizes = (f"megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
     split = tuple(int(actor.get(size) or 1) for size in sizes)
-    if actor.get("strategy") != "megatron":
+    strategy = "megatron" if any(key.startswith("megatron.") for key in actor) else "fsdp"
+    if actor.get("strategy", strategy) != "megatron":
         _drop(result, "engine.parallel.")
         split = _instead_of_fsdp(result, left)
     else:  # enable_gradient_checkpointing is FSDP's
