@@ -123,7 +123,7 @@ def check(
 ) -> tuple[Report, bool]:
     """Writes after each part. False if a part failed. ``resume``: what passed in an earlier report is taken from there."""
     started, outcomes = datetime.datetime.now(datetime.UTC), list[dict[str, Any]]()
-    before = sorted((output / gpu.folder).glob("*.json")) if resume else []
+    before = sorted((output / gpu.folder).glob("*T*Z.json")) if resume else []  # beside files that were written by hand
     ran = {
         part["name"]: part for path in before for part in json.loads(path.read_text())["parts"] if part["state"] != "not run"
     }
