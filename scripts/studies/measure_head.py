@@ -100,7 +100,7 @@ def _measure_head(_: int, setting: _Setting, head: str, model: Path) -> _Figures
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    sizes = {"head": head, "micro_batch_tokens": setting.tokens}
+    sizes = {"head": head, "micro_batch_tokens": setting.tokens, "layers": "local"}  # its head is that of all layers
     config = RunConfig.model_validate({"model": {"path": str(model), "dtype": setting.dtype}, "engine": sizes})
     engine = Engine(config, model)
     forward, ddp = engine.forward, engine.policy.ddp
