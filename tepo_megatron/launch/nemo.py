@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
 
 _ROLE_POLL_INTERVAL_S = 5
-_OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+_OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0")
 """The step continues without a node that is gone, for ``train.max_restarts``."""
 
 
@@ -96,6 +96,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
     options = {name.lstrip("-"): value if equals else True for name, equals, value in split}
     survives = role.name == "train" and config.train.max_restarts > 0
     placed = [f"--relative={role.first_node}", f"--nodes={role.nodes}", f"--ntasks={role.nodes}", "--ntasks-per-node=1"]
+    placed += ["--wait=0"] if role.name == "train" else []  # rank 0 saves and exports after the others have ended
     return nemo_run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,

@@ -95,21 +95,25 @@ print(write_scripts(on_nodes(load_run(None, sys.argv[1:])))["sbatch"])
 """
 
 
-def test_slurms_script_gives_srun_the_values_as_they_are(python: str, tmp_path: Path) -> None:
-    """Also those of a spare node, with which the job goes on when one of the others is gone."""
+@pytest.mark.parametrize("spares", [0, 1])
+def test_slurms_script_gives_srun_the_values_as_they_are(python: str, tmp_path: Path, spares: int) -> None:
+    """Also those of a spare node, with which the job goes on when one of the others is gone. Each trainer has time to close."""
     evil, login = tmp_path / "evil", "$oauthtoken@nvcr.io#acme/tepo:1"
     settings = ["model.path=/a model", f"cluster.container={login}", f"rollout.server.interface=ib0; touch {evil}"]
     settings = [*RUN, *settings, "cluster.mounts=['/my data:/data:ro']", "cluster.train_nodes=2", "engine.parallel.dp=2"]
-    settings += ["cluster.spare_nodes=1", "train.max_restarts=1"]
+    settings += [f"cluster.spare_nodes={spares}", f"train.max_restarts={spares}"]
     done = bash('"$@"', python, "-c", SCRIPT, *settings, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    assert {"#SBATCH --nodes=4", "#SBATCH --no-kill"} <= set(done.stdout.splitlines())
+    outlives = {"--no-kill", "--kill-on-bad-exit=0"}
+    lines = set(done.stdout.splitlines())
+    assert (f"#SBATCH --nodes={3 + spares}" in lines, "#SBATCH --no-kill" in lines) == (True, spares == 1)
     for name, text in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "echo n1"), ("ip", ""), ("ps", "exit 1"), ("sleep", "")):
         write_script(tmp_path / name, text)
     shown = bash(done.stdout, folder=str(tmp_path), SLURM_JOB_ID="7").stdout.splitlines()
     mounts = "/a model:/a model,/shared/out:/shared/out,/my data:/data:ro,"
     assert shown.count("--container-image") == 2
-    assert {"--nodes=3", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(shown)
+    assert {f"--nodes={2 + spares}", "--wait=0"} <= set(shown)
+    assert outlives & set(shown) == (outlives if spares else set())
     for option, value in pairwise(shown):
         assert option != "--container-image" or value == login
         assert option != "--container-mounts" or value.startswith(mounts)
