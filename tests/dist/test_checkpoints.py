@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config.objective.choices import ClipRange
+from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
 from tepo_megatron.trainer.megatron.policy import checkpoints
@@ -110,13 +112,20 @@ def test_another_reference_model_and_none_whole_end_all_ranks_with_one_sentence(
 
 
 def saved_and_loaded(_rank: int, _world: int, model: Path, folder: Path) -> list[str]:
-    engine = make_engine({"model": {"path": str(model)}, "engine": {"parallel": {"tp": 4}}})
+    beats = Heartbeat()
+    engine = make_engine({"model": {"path": str(model)}, "engine": {"parallel": {"tp": 4}}}, heartbeat=beats)
+    moves = [beats._record.moves]
     saved = save_checkpoint(engine, folder, step=1, state={})
-    return [engine.checkpoints.load(saved)["weights_digest"], engine.weights.version(1).digest]
+    moves.append(beats._record.moves)
+    digest = engine.checkpoints.load(saved)["weights_digest"]
+    moves.append(beats._record.moves)
+    tensors = len(engine.policy.trained)
+    assert all(after - before > tensors for before, after in pairwise([0, *moves])), moves
+    return [digest, engine.weights.version(1).digest]
 
 
 def test_a_rank_with_rows_of_padding_alone_resumes(tmp_path: Path) -> None:
-    """Of 9 tokens over 4 ranks each has 3, and the last one none."""
+    """Of 9 tokens over 4 ranks each has 3, and the last one none. Each tensor that is read or written is a move."""
     sizes = {"vocab_size": 9, "num_key_value_heads": 4, "num_hidden_layers": 1}
     random_model("Llama", **sizes).save_pretrained(tmp_path / "model")
     for saved, loaded in run_dist(4, saved_and_loaded, tmp_path / "model", tmp_path / "checkpoints"):

@@ -76,7 +76,8 @@ class Engine:
         self.split = replace(split, fused_norms=self.layers.kind == "te")
         self.layouts = self.split.layouts(self.spec)
         weights = config.model.shards or model_dir
-        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)
+        moved = self.heartbeat.moved
+        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts, moved)
         self.policy = builder.policy()
         self.routers: Routers | None = None
         if self.spec.experts is not None:
@@ -88,7 +89,7 @@ class Engine:
             self.platform,
             temperature=config.rollout.sampling.temperature,
             token_multiple=config.engine.token_multiple,
-            on_progress=self.heartbeat.moved,
+            on_progress=moved,
             entropy_slope=self.objective.needs_entropy_slope,
             routers=self.routers,
         )

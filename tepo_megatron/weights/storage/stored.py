@@ -147,7 +147,9 @@ class StoredWeights:
             raise ValueError(f"{self.folder} does not hold the model that {described_by} describes:\n  {problems}")
 
     @classmethod
-    def load(cls, folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
+    def load(
+        cls, folder: Path, layout: ShardLayout, params: Mapping[str, Tensor], on_move: Callable[[], None] = lambda: None
+    ) -> None:
         """Reads only this rank's boxes; the vocabulary's padding becomes zero.
 
         Raises ValueError, before any write, naming missing, unexpected and misshapen tensors, or the damaged file.
@@ -159,6 +161,7 @@ class StoredWeights:
                 params[param].zero_()
             for shard in layout.shards:
                 weights.read(shard.tensor, shard.box, params[shard.param][shard.param_box.slices])
+                on_move()
 
     def read(self, tensor: str, box: Box, into: Tensor | None = None) -> Tensor:
         """Raises ValueError if the box is incomplete or a file damaged."""

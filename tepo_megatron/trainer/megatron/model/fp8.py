@@ -130,11 +130,13 @@ def plain_weights(params: Mapping[str, Tensor]) -> LazyWeights:
     return LazyWeights(params, lambda _, param: dequantize_fp8_tensor(param.detach()) if is_float8tensor(param) else param)
 
 
-def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def load_weights(
+    folder: Path, layout: ShardLayout, params: Mapping[str, Tensor], on_move: Callable[[], None] = lambda: None
+) -> dict[str, Tensor]:
     """Returns FP8 parameters' values before rounding, on the CPU, for fp32 masters."""
     # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
-    StoredWeights.load(folder, layout, {**params, **unrounded})
+    StoredWeights.load(folder, layout, {**params, **unrounded}, on_move)
     with torch.no_grad():
         for name, values in unrounded.items():
             params[name].copy_(values)

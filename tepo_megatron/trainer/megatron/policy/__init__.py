@@ -91,13 +91,14 @@ class PolicyBuilder:
     layers: Layers
     ranks: Ranks
     layouts: Sequence[ShardLayout]
+    on_move: Callable[[], None] = lambda: None
 
     def policy(self) -> Policy:
         """Raises ValueError for another model's weights."""
         with self.platform.megatron():
             megatron, chunks = self._chunks()
             params = named_weights(chunks)
-            unrounded = load_weights(self.weights, self.layouts[self.ranks.rank], params)
+            unrounded = load_weights(self.weights, self.layouts[self.ranks.rank], params, self.on_move)
             config = self.config
             lora = None
             if config.model.lora is not None:
@@ -133,7 +134,7 @@ class PolicyBuilder:
     def reference(self) -> list[GPTModel]:
         with self.platform.megatron():
             _, chunks = self._chunks()
-        load_weights(self.weights, self.layouts[self.ranks.rank], named_weights(chunks))
+        load_weights(self.weights, self.layouts[self.ranks.rank], named_weights(chunks), self.on_move)
         return [chunk.requires_grad_(False) for chunk in chunks]
 
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:

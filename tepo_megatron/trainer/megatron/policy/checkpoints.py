@@ -208,7 +208,8 @@ class MegatronCheckpoints:
         if self._policy.lora is not None:
             digests["adapters_digest"] = self._weights.adapters_digest()
         out, state = folder / checkpoint_name(step), {**asdict(self.counters), **digests, **self._about, **state}
-        self._saving = _Saving(out, step=step, state=state, boxes=self._boxes(), group=self._group, background=background)
+        boxes = self._weights.watched(self._boxes())
+        self._saving = _Saving(out, step=step, state=state, boxes=boxes, group=self._group, background=background)
 
     def _boxes(self) -> Iterator[tuple[str, Tensor]]:
         policy, sources, rank = self._policy, self._weights.trained_sources, dist.get_rank()
@@ -231,6 +232,7 @@ class MegatronCheckpoints:
         return saving.finish()
 
     def check(self, folder: Path) -> dict[str, Any]:
+        self._weights.heartbeat.phase("load")
         # Rank 0 alone lists the files: a thousand ranks asking for a thousand files each would overload a file system.
         state: dict[str, Any] = {}
         problems: list[str] = []
@@ -243,7 +245,7 @@ class MegatronCheckpoints:
             try:
                 manifest = CheckpointManifest.read(folder)
                 local_files = manifest.shares(dist.get_world_size())[dist.get_rank()]
-                problems = list(filter(None, map(manifest.wrong_content, local_files)))
+                problems = list(filter(None, map(manifest.wrong_content, self._weights.watched(local_files))))
             except DamagedCheckpoint as error:
                 problems = [*error.problems]
             everywhere = all_gather_json(problems, device=_CPU, group=self._group)
@@ -281,7 +283,7 @@ class MegatronCheckpoints:
         stored = StoredWeights.open_kinds(folder, STATES)
         policy, states, read = self._policy, OptimizerStates(self._policy.optimizer), 0
         by_param = _shards_by_param(self._weights.trained_layout.shards)
-        for name, param in policy.trained.items():
+        for name, param in self._weights.watched(policy.trained.items()):
             local = states.range_of(param)
             values = {kind: torch.zeros(local.stop - local.start) for kind in STATES}
             for kind, flat in values.items():

@@ -1,5 +1,5 @@
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,7 +113,7 @@ class PolicyWeights:
 
     def export(self, out: Path) -> None:
         self.heartbeat.phase("export")
-        tensors = ((name, tensor) for name, tensor in self._watched(self.stream()) if tensor is not None)
+        tensors = ((name, tensor) for name, tensor in self.watched(self.stream()) if tensor is not None)
         if self.rank == 0:
             write_model(out, tensors, source=self.model_dir, dtype=getattr(torch, self.config.model.dtype))
         deque(tensors, maxlen=0)  # the other ranks send
@@ -122,7 +122,7 @@ class PolicyWeights:
         if self.policy.lora is None:
             return
         self.heartbeat.phase("export")
-        tensors = {name: tensor for name, tensor in self._watched(self.stream_adapters()) if tensor is not None}
+        tensors = {name: tensor for name, tensor in self.watched(self.stream_adapters()) if tensor is not None}
         if self.rank == 0:
             self.adapter_settings.write(out, tensors, base_model=self.config.model.path, folder=self.model_dir)
 
@@ -140,7 +140,7 @@ class PolicyWeights:
         self.policy.finish_gather()
         return self.trained_sources.gather_to_root(self.policy.lora.params)
 
-    def _watched(self, stream: Iterator[T]) -> Iterator[T]:
+    def watched(self, stream: Iterable[T]) -> Iterator[T]:
         for item in stream:
             self.heartbeat.moved()
             yield item
