@@ -1,5 +1,6 @@
 """Checkpoints of real worlds: damaged ones passed over by all ranks alike, disks that fill up, runs that are another run."""
 
+import errno
 import json
 import os
 import re
@@ -192,6 +193,34 @@ def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path
     needed = int(match[2].replace(",", ""))
     written = sum(path.stat().st_size for path in shards(tmp_path / "checkpoints" / "step_000001"))
     assert needed <= written < needed + 100_000
+
+
+def save_on_a_failing_disk(rank: int, _world: int, folder: Path, failing_rank: int) -> str:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    engine = make_engine({"output": folder.parent, "engine": {"parallel": {"tp": 2}}})
+    engine.checkpoints.begin(folder, step=1, state={})
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failing_rank:
+            patch.setattr(stored, "_write_file", fail)
+            patch.setattr(os, "stat", fail)
+        with pytest.raises(RuntimeError) as failed:
+            engine.checkpoints.finish()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, r"an unknown number of bytes are free; the older checkpoints could not be listed\. .* go on with --resume"),
+        (1, r"[\d,]+ bytes are free; there is no older one\. Make room and start again with --overwrite, .*"),
+    ],
+)
+def test_a_disk_that_fails_on_one_rank_is_one_sentence_of_all(rank: int, said: str, tmp_path: Path) -> None:
+    first, second = run_dist(2, save_on_a_failing_disk, tmp_path / "checkpoints", rank)
+    assert first == second
+    assert re.fullmatch(rf".* written by rank {rank} \(.*: Input/output error \(EIO\)\); .* bytes, {said}", first), first
 
 
 def saved_and_killed(_rank: int, _world: int, folder: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -161,20 +162,25 @@ class _Saving:
         if not failed:
             return
         out = self._out
-        existing = next(folder for folder in out.parents if folder.exists())
-        free = all_gather_json(shutil.disk_usage(existing).free, device=_CPU, group=self._group)[0]
-        if dist.get_rank() == 0:
+        free, saved = "an unknown number of", None
+        if dist.get_rank() == 0:  # alone, and it tells what it can: a disk that fails raises here too
+            with suppress(OSError):
+                existing = next(folder for folder in out.parents if folder.exists())
+                free = f"{shutil.disk_usage(existing).free:,}"
             shutil.rmtree(self._partial, ignore_errors=True)  # frees space; an incomplete folder is no checkpoint
-        saved = checkpoints(out.parent)
-        older = [path.name for path in saved if path != out]
+            with suppress(OSError):
+                saved = [path.name for path in checkpoints(out.parent)]
+        free, saved = broadcast_json([free, saved], source=0, device=_CPU, group=self._group)
+        older = [name for name in saved or () if name != out.name]
         rest = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
+        rest = "the older checkpoints could not be listed" if saved is None else rest
         needs = f"it needs {self._needed:,} bytes, " if self._needed else ""
         advice = "Make room and start again with --overwrite, as there is nothing to resume"
-        if saved:
+        if saved or saved is None:
             advice = f"Make room ('tepo checkpoint prune {out.parent}' removes older ones) and go on with --resume"
         rank, error = failed[0]
         raise RuntimeError(
-            f"checkpoint {out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {rest}. {advice}"
+            f"checkpoint {out} could not be written by rank {rank} ({error}); {needs}{free} bytes are free; {rest}. {advice}"
         )
 
 
