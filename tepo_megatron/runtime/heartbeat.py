@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -222,12 +223,16 @@ WatchedRank = tuple[Process, RankRecord | None]
 class _Hang:
     processes: tuple[int, ...]
     sentence: str
+    is_silent: bool
+    """No record was written either: they may move, on a disk that takes none."""
 
 
 @dataclass
 class _Observed:
     moves: int = -1
     still_s: float = 0.0
+    beats: int = -1
+    silent_s: float = 0.0
     stopped_s: float = 0.0
 
 
@@ -263,6 +268,7 @@ class HangDetector:
         """
         stopped: list[tuple[WatchedRank, float]] = []
         still: list[tuple[WatchedRank, float]] = []
+        has_beaten = False
         for process, record in ranks:
             observed = self._observed[process.pid, process.started]
             limit = record.hang_timeout_s if record else 0.0
@@ -273,8 +279,11 @@ class HangDetector:
                 continue
             has_moved = record.moves != observed.moves or record.passive
             observed.moves, observed.still_s = record.moves, 0.0 if has_moved else observed.still_s + elapsed_s
+            has_written, observed.beats = record.beats != observed.beats, record.beats
+            observed.silent_s = 0.0 if has_written else observed.silent_s + elapsed_s
             if observed.still_s >= limit + record.allowance_s:
                 still.append(((process, record), observed.still_s))
+                has_beaten |= observed.silent_s < min(STOPPED_S, limit)
         # If ranks are stopped, others that do not move wait for these.
         hanging = stopped or still
         if not hanging:
@@ -288,7 +297,8 @@ class HangDetector:
         ]
         # If another rank can be killed, rank 0 stays to end the processes that it started.
         others = [process.pid for (process, record), _ in hanging if record is None or record.rank]
-        return _Hang(tuple(others or [process.pid for (process, _), _ in hanging]), "; ".join(sentences))
+        pids = tuple(others or [process.pid for (process, _), _ in hanging])
+        return _Hang(pids, "; ".join(sentences), is_silent=not stopped and not has_beaten)
 
 
 def _name(process: Process, record: RankRecord | None) -> str:
@@ -313,13 +323,26 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
         # In a gap beyond two intervals this process did not run either.
         elapsed, last = min(now - last, 2 * INTERVAL_S), now
         hang = detector.check(_local_ranks(status), elapsed)
-        if hang is not None:
+        if hang is not None and hang.is_silent and not _can_write(status):
+            detector = HangDetector()
+        elif hang is not None:
             report = _write_report(status, hang)
             notify(f"{hang.sentence}. {report}")
             for pid in hang.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             return
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def _local_ranks(status: Path) -> list[WatchedRank]:

@@ -1,10 +1,13 @@
 """Heartbeats, and who hangs: which ranks a signal stopped, or do not go on (real ones: tests/unit/cli/test_torchrun.py)."""
 
+import errno
+import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,42 @@ def test_a_rank_hangs_that_was_seen_stopped_for_long_enough(looks: list[tuple[st
     for moves, (state, elapsed) in enumerate(looks):
         stopped = stopped + elapsed if state == "T" else 0.0
         assert (detector.check([rank(1, state=state, moves=moves)], elapsed) is not None) == (stopped >= STOPPED_S)
+
+
+@pytest.mark.parametrize(("beats", "state", "silent"), [(0, "S", True), (1, "S", False), (0, "T", False)])
+def test_a_rank_that_also_writes_nothing_may_have_a_disk_that_takes_nothing(beats: int, state: str, silent: bool) -> None:
+    detector = HangDetector()
+    for number in range(4):
+        hang = detector.check([rank(1, state=state, beats=beats * number)], 50.0)
+    assert hang is not None
+    assert hang.is_silent == silent
+
+
+def test_no_rank_is_ended_while_its_disk_takes_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeat, "_STACKS_TIMEOUT_S", 0.0)
+    tried: list[str] = []
+    said: list[str] = []
+
+    def fail(**_: Any) -> None:
+        tried.append("again")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "RANK": "0"}) as child:
+        try:
+            started = Process.read(child.pid).started
+            record = RankRecord(0, 1, child.pid, started, "here", hang_timeout_s=0.1)
+            (tmp_path / "rank-00000.json").write_text(json.dumps(asdict(record)))
+            with heartbeat.watching(tmp_path, said.append):
+                with monkeypatch.context() as patch:
+                    patch.setattr(tempfile, "TemporaryFile", fail)
+                    assert eventually(lambda: len(tried) > 2)
+                    assert (child.poll(), said) == (None, [])
+                assert eventually(lambda: child.poll() is not None)
+        finally:
+            child.kill()
+    assert "rank 0" in said[0]
+    assert "has not moved" in said[0]
 
 
 def test_who_is_stopped_is_blamed_and_not_who_waits_for_it() -> None:
