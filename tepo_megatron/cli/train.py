@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run
 from tepo_megatron.runtime.job_control import stopped_together
-from tepo_megatron.runtime.preemption import INTERRUPTED, RANKS_FOLDER, StopRequested, StopSignals
+from tepo_megatron.runtime.preemption import INTERRUPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.text import echo, outlive_readers
 
@@ -130,9 +129,8 @@ def _evaluate(
             )
         from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
-        os.environ.pop(RANKS_FOLDER, None)  # a callback of a rank may start this, and signals are the rank's
         try:
-            with StopSignals(numbers=_ENDS, ends=False).borrowed():
+            with StopSignals(numbers=_ENDS, ends=False, of_rank=False).borrowed():
                 result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)
         except KeyboardInterrupt as stop:
             echo(f"{str(stop) or 'Ctrl-C'}: the evaluation ends; continue with the same command and --resume", err=True)

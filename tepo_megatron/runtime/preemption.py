@@ -83,7 +83,8 @@ class StopSignals:
     Ctrl-C.
 
     ``grace_s``, ``warning_s``: seconds from SIGTERM and SIGUSR1; Ctrl-C and SIGHUP have no limit. Without ``ends`` a second
-    Ctrl-C raises KeyboardInterrupt. Signals ignored at ``install`` stay ignored.
+    Ctrl-C raises KeyboardInterrupt. Without ``of_rank`` the launcher sends this process none, as one that a rank started.
+    Signals ignored at ``install`` stay ignored.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class StopSignals:
         warning_s: float = math.inf,
         numbers: tuple[signal.Signals, ...] = STOP_SIGNALS,
         ends: bool = True,
+        of_rank: bool = True,
     ) -> None:
-        self._numbers, self._ends = numbers, ends
+        self._numbers, self._ends, self._of_rank = numbers, ends, of_rank
         self.requested: signal.Signals | None = None  # the first one
         self.say: Callable[[str], None] = lambda text: None
         """Called from another thread."""
@@ -146,7 +148,7 @@ class StopSignals:
         signal.signal(_WAKE, lambda number, frame: None)
         self._wakes_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(hears, threading.get_ident()), name="stop signals", daemon=True).start()
-        if (folder := os.environ.get(RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
+        if self._of_rank and (folder := os.environ.get(RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
             write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
         self._handle_all()  # a signal may raise from here on
 
