@@ -244,6 +244,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         size = max(len(model), max(added, default=-1) + 1)
         super().__init__(folder, size=size, special=special, end=model.eos_token_id, unknown=model.unk_token_id)
         self.chat_template = model.chat_template
+        self._read_roles = ["assistant"]  # a template may leave the text beside an assistant's calls out
         longest_first = sorted(special.values(), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -288,9 +289,19 @@ class _HuggingFaceTokenizer(Tokenizer):
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] if split == "answer" else []
         if split == "end":
             filled[-1] = {**filled[-1], "content": filled[-1]["content"] + answer}
+        if tools and "tools" not in str(self.chat_template):
+            raise ValueError("the tokenizer's chat template has no place for tools; describe them in a message")
         more = {**self.variables, **({} if tools is None else {"tools": shown})}
+
+        def render(messages: Any) -> str:
+            return str(self._model.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more))
+
+        lost: list[str] = []
         try:
-            text = self._model.apply_chat_template([*before, *filled], add_generation_prompt=True, tokenize=False, **more)
+            text = render([*before, *filled])
+            for role in sorted({str(message["role"]) for message in filled}.difference(self._read_roles)):
+                changed = [{**item, "content": f"{item['content']}5"} if item["role"] == role else item for item in filled]
+                (lost if render([*before, *changed]) == text else self._read_roles).append(role)
         except Exception as error:  # templates are programs and raise anything
             why = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(str(message["role"]) for message in plain) + (" after an answer" if before else "")
@@ -298,6 +309,11 @@ class _HuggingFaceTokenizer(Tokenizer):
         if split and answer not in text:
             left_out = "model's answers" if before else "last message"
             raise ValueError(f"the tokenizer's chat template leaves the {left_out} out; set environment.observations = text")
+        if lost:
+            raise ValueError(
+                f"the tokenizer's chat template leaves messages of role {lost[0]} out; give them the role user (those of an "
+                "environment by environment.observations = user), or use another template"
+            )
 
         def encoded(text: str) -> list[int]:
             ids: list[int] = []

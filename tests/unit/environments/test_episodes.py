@@ -8,16 +8,20 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.reward import AgentConfig, EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import WeightsVersion
+from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.sampler.sampling import prompt_seed
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.environments.agent_session import (
     AgentRequest,
@@ -440,6 +444,31 @@ def test_text_of_an_environment_is_a_message_where_the_prompt_is_one(template: s
     as_tool = shown(asked, said, ended=True, observations="tool")
     assert as_tool == shown(asked, said, ended=True, name="calculator")
     assert as_tool == ("<|tool|>" if template is TEMPLATE else "⟦<|user|>⟧") + f"3 <|user|>⟦<|end|>⟧{answer}"
+
+
+def test_messages_and_tools_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path, template))
+    assert tokenizer.chat_ids([("user", "1+2")])
+    for role in ("tool", "system"):
+        with pytest.raises(ValueError, match=f"leaves messages of role {role} out.* environment.observations = user"):
+            tokenizer.turn_ids([(role, "3")], ended=True)
+        with pytest.raises(ValueError, match=f"leaves messages of role {role} out"):
+            tokenizer.chat_ids([(role, ""), ("user", "1+2")])
+    with pytest.raises(ValueError, match="has no place for tools"):
+        tokenizer.chat_ids([("user", "1+2")], tools=[{"type": "function"}])
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1+2"}], "answer": "3"}))
+    files = [f"data.train={tmp_path}/p.jsonl", "data.heldout=null", "evaluate.every=0", "environment.name=calculator"]
+    files += ["rollout.sampling.max_new_tokens=8"]
+    model = resolve_model_path("builtin:tiny")
+    with (
+        patch("tepo_megatron.run.sampling.inputs.load_tokenizer", lambda *_: tokenizer),
+        patch.object(tokenizer, "check_model"),
+        pytest.raises(ValueError, match="of role tool out"),
+    ):
+        Inputs.read(load_run(None, files), model)
 
 
 def test_a_chat_with_tools_is_rendered_once_and_goes_on_behind_the_models_tokens(tmp_path: Path) -> None:
