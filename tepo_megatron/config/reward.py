@@ -186,6 +186,13 @@ class EnvironmentConfig(Section):
             return None
         return "tool" if self.name in ("calculator", "python") else "user"
 
+    @property
+    def call_limit_s(self) -> float:
+        """``timeout_s``, and for ``python`` the longest wait for one of a worker's 16 places."""
+        if self.name != "python":
+            return self.timeout_s
+        return self.timeout_s + (self.concurrency - 1) // 16 * (1.0 + float(self.kwargs.get("seconds", 5.0)))  # 1: to start
+
     def _faults(self) -> Iterator[str]:
         for url in self.servers:
             if not url.startswith(("http://", "https://")):

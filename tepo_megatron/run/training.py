@@ -153,7 +153,7 @@ def phase_limits(config: RunConfig) -> dict[str, float]:
     servers = server.longest_wait_s
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     verdicts = responses * reward.timeout_s / reward.workers
-    silent = server.request_timeout_s + (0.0 if config.environment is None else config.environment.timeout_s)
+    silent = server.request_timeout_s + (0.0 if config.environment is None else config.environment.call_limit_s)
     served = [teacher.served.longest_wait_s for teacher in config.teachers.values() if teacher.place == "server"]
     verdicts += max(served, default=0.0)  # which come with them
     inside = config.train.schedule == "overlap" or config.rollout.collect is not None

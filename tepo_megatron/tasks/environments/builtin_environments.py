@@ -128,8 +128,8 @@ class GuessNumber:
 
 class PythonTool(_Tool):
     """Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no
-    child processes or threads, 16 programs at a time per worker. A failing or silent program is a tool error. Raises
-    RuntimeError without ``environment.run_code`` or a kernel that can cut the network.
+    child processes or threads, 16 programs at a time per worker (``call_limit_s``). A failing or silent program is a tool
+    error. Raises RuntimeError without ``environment.run_code`` or a kernel that can cut the network.
     """
 
     runs_code = True

@@ -46,11 +46,12 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
         located = resolve_environment(config.name)
         # An absolute path: the worker may run in another folder.
         name = located if ":" in config.name else config.name
+        setup = {"name": name, "adapter": config.adapter, "agent": self._agent, "concurrency": config.concurrency}
         super().__init__(
             lambda: _Worker(WorkerProcess("tepo_megatron.tasks.environments.worker")),
             config,
             names=("environment", "environment", f"environment.name = {config.name!r}"),
-            setup={"name": name, "adapter": config.adapter, "agent": self._agent, "concurrency": config.concurrency},
+            setup={**setup, "timeout_s": config.call_limit_s},
         )
 
     @property

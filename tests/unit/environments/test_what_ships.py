@@ -13,7 +13,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS, Calculator, GuessNumber
-from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 
 
@@ -91,6 +91,20 @@ def test_a_program_that_runs_on_is_ended() -> None:
     (found,) = answers(config, "<python>import time; time.sleep(10**6)</python>")
     assert found["observation"] == ["text", "<output>error: it ran longer than 0.5 s</output>"]
     assert found["tool_error"]
+
+
+def test_waiting_for_other_programs_is_no_time_of_a_call() -> None:
+    config = EnvironmentConfig(name="python", run_code=True, timeout_s=1.5, kwargs={"seconds": 1.0})
+    program, found = ResponseText("<python>import time; time.sleep(10**6)</python>"), list[EpisodeAnswer]()
+    with closing(EnvironmentWorkers(config)) as workers:
+        for call in (["reset", Problem("p", "", "95").to_json(), 0, False], ["step", *program.to_json()]):
+            for number in range(40):
+                workers.call(number, call)
+        while len(found) < 80:
+            found += workers.poll(600.0)
+    assert {answer.error for answer in found} == {None}
+    shown = ["text", "<output>error: it ran longer than 1 s</output>"]
+    assert [answer.answer["observation"] for answer in found].count(shown) == 40
 
 
 def test_programs_are_off_unless_switched_on_whatever_their_environment_is_called() -> None:
