@@ -45,6 +45,7 @@ class EnvironmentTask(Task):
         self.components: tuple[str, ...] | None = None if weights is None else tuple(weights)
         self._results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = OrderedDict()
         """By problem and tokens: equal episodes may exchange rewards."""
+        self._most = _MAX_RESULTS
         self._taken: dict[tuple[str, bytes], RewardResult] = {}
         self._finished: list[tuple[Hashable, RewardResult]] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -90,6 +91,7 @@ class EnvironmentTask(Task):
     ) -> list[list[Response]]:
         """``max_new_tokens``: per turn. ``truncation``: more fields of ``Sampling``."""
         groups: list[dict[int, Response]] = [{} for _ in prompts]
+        self._most = max(self._most, _MAX_RESULTS + n * len(prompts))  # they are looked up when all are played
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
         counted = self._counts.copy()  # a row counts only the step's episodes
         try:
@@ -112,7 +114,7 @@ class EnvironmentTask(Task):
             self._counts[name] += getattr(episode, name)
         key = _key(episode.problem, response.response_ids.tobytes())
         self._results.setdefault(key, deque()).append(self._result(episode, response))
-        while len(self._results) > _MAX_RESULTS:
+        while len(self._results) > self._most:
             self._results.popitem(last=False)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:

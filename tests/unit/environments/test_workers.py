@@ -250,6 +250,7 @@ class TwoTurns:
 def test_heldout_problems_are_played_and_scored_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stream plays them with the same seeds. They are none of the step's episodes."""
     monkeypatch.setattr(EnvironmentTask, "open_host", lambda *_: FakeHost(TwoTurns, random.Random(1)))
+    monkeypatch.setattr("tepo_megatron.tasks.environments.environment_task._MAX_RESULTS", 1)
     problems = [Problem(f"p{count}", "a" * count, "c") for count in range(3)]
     prompts = [Letters().prompt_ids(problem.prompt) for problem in problems]
     asked, progress = list[Sampling](), list[tuple[int, int]]()
