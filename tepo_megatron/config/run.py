@@ -396,12 +396,12 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
     for item in (*data.train_sources, *data.heldout_sources):
         verifiers[f"the verifier of the source {item.called}"] = item.verifier or ""
-    judged = [f"data.heldout = {path}" for path in data.heldout_without_verifier]
+    judged = [] if run.environment is not None else [f"data.heldout = {path}" for path in data.heldout_without_verifier]
     judged += [f"evaluate.sets.{name}" for name, item in run.evaluate.sets.items() if item.verifier is None]
-    all_have_one = len(data.source_verifiers) == len(data.train_sources)
+    all_have_one = run.environment is not None or len(data.source_verifiers) == len(data.train_sources)
     if judged and all_have_one and "verifier" not in run.reward.model_fields_set:
         yield (
-            f"{judged[0]} has no verifier, and every source of data.train has its own: the default of reward.verifier, "
+            f"{judged[0]} has no verifier, and nothing of data.train is scored by reward.verifier: its default, "
             f"{run.reward.verifier}, would score it; give it a verifier, or reward.verifier if you mean that one"
         )
     field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)

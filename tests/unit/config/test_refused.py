@@ -252,9 +252,10 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
             [OWN, "data.heldout=[{path: b/x.jsonl, verifier: 'o.py:g'}]"],
             "both have a source x, with other verifiers, …; give the held-out source another name",
         ),
-        ([OWN, "data.heldout=b/x.jsonl"], "heldout = b/x.jsonl has no verifier, …its own: the default of …, last_word, would"),
+        ([OWN, "data.heldout=b/x.jsonl"], "heldout = b/x.jsonl has no verifier, …: its default, last_word, would"),
         ([OWN, "data.heldout=[b/y.jsonl]"], "data.heldout = b/y.jsonl has no verifier"),
-        ([OWN, SET], "evaluate.sets.s has no verifier, and every source of data.train"),
+        ([OWN, SET], "evaluate.sets.s has no verifier, and nothing of data.train"),
+        (["environment.name=calculator", SET], "evaluate.sets.s has no verifier, and nothing of data.train is scored"),
         ([GDPO, THREE, "objective.advantage.weights=[1,2]"], "has 2 entries, … names 3 components: a, b, c"),
         # W&B and MLflow
         (["log.mlflow={experiment_name: a, tracking_uri: 'postgresql://me:pw@host/db'}"], "an address with a password"),
