@@ -127,7 +127,9 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
 
     def _lost(self, worker: _Worker, why: str, end: End) -> None:
         # Calls that it has not started are not the cause of its growth. If several calls hold it up, the cause is unknown.
-        suspects = [] if end == "grown" else [call.episode for call in worker.running if call.awaited]
+        # Agents outside could not reach the other port of an extra worker.
+        suspected = end != "grown" and self._config.name != OUTSIDE
+        suspects = [call.episode for call in worker.running if call.awaited] if suspected else []
         if end == "late" and len(worker.late) == 1 and worker.late[0].awaited:
             episode = worker.late[0].episode
             worker.episodes.discard(episode)

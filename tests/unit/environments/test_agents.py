@@ -3,8 +3,10 @@ address that they call: where it listens, whom it answers, and what it answers t
 """
 
 import asyncio
+import os
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -155,7 +158,10 @@ def test_a_rehearsal_is_no_error_to_the_agent(capfd: pytest.CaptureFixture[str])
             pool.rehearse([Problem("a", "", "asks nothing")])
 
 
-def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path) -> None:
+def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a worker dies between the two."""
+    unreached = Mock(side_effect=AssertionError("no agent outside can reach this worker"))
+    monkeypatch.setattr(EnvironmentWorkers, "_start_alone", unreached)
     held = reserve_port("127.0.0.1")
     port = held.getsockname()[1]
     agent = {"port": port, "key_file": str(tmp_path / "key")}
@@ -163,13 +169,16 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
         key = (tmp_path / "key").read_text()
 
         def work() -> None:
-            for _ in range(2):
+            for index in range(3):
                 while True:
                     try:
                         found = httpx.post(f"http://127.0.0.1:{port}/episodes", headers=bearer(key), timeout=TIMEOUT_S)
                         break
-                    except httpx.ConnectError:
+                    except (httpx.NetworkError, httpx.RemoteProtocolError):
                         time.sleep(0.1)  # it listens from the first episode on
+                if index == 0:
+                    os.kill(pool.host._workers[0].process._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                    continue
                 episode = found.json()
                 with httpx.Client(headers=bearer(episode["api_key"]), timeout=TIMEOUT_S) as client:
                     asked = {"model": "policy", "messages": episode["problem"]["messages"]}
@@ -181,6 +190,7 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
         thread.start()
         played = play(pool, ["2", "3"], "012")
         thread.join(TIMEOUT_S)
+        assert pool.take_figures([])["environment/restarts"] == 2
     assert [(result.error, result.reward) for _, result, _ in played] == [(None, 2.0), (None, 3.0)]
     assert [response.response_ids[:3].tolist() for response, *_ in played] == [[3, 4, 5]] * 2
 
