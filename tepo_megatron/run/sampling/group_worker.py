@@ -156,6 +156,7 @@ class GroupWorker:
             ready = ready if len(ready) == size else []
             if len(group.results) < size and group.asked == set(group.results):
                 group.asked.clear()  # responses from disk without an answer are judged with their whole group
+                group.results.clear()
         for index in ready:
             rollout = group.samples[index]
             if index not in group.asked and rollout is not None:

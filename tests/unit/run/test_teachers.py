@@ -21,6 +21,7 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion
 from tepo_megatron.run import checks
 from tepo_megatron.run.sampling import served_teachers as served_teachers_module
+from tepo_megatron.run.sampling.group_worker import BusyClock, GroupWorker
 from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.served_teachers import ServedTeachers
@@ -211,6 +212,21 @@ def test_a_group_that_is_drawn_again_asks_a_verifier_that_failed_once_more(tmp_p
     assert again.samples[0] is not None
     expected = (0.0, {0: RewardResult(0.0)}, {0}) if settings else (None, {}, set())
     assert (again.samples[0].reward, again.results, again.asked) == expected
+
+
+def test_a_group_of_which_a_part_was_judged_is_judged_again_as_a_whole() -> None:
+    """What a verifier of groups says of one response depends on the others, and may differ the next time."""
+    drawn = [Rollout("p", index, [1], [3], [-1.0], "stop", WeightsVersion(0)) for index in range(2)]
+    group = Group(0, 0, 0, Problem("p", "1", "1"), (1,), WeightsVersion(0), [*drawn], results={0: RewardResult(0.5)})
+    buffer, task, nothing = Mock(running={0: group}), Mock(scores_groups=True), Mock()
+    worker = GroupWorker(buffer, task, nothing, BusyClock(), str, 0, False, nothing, nothing)
+    worker._ask_for(group, nothing)
+    assert [call.args[0] for call in task.submit.call_args_list] == [(0, 0), (0, 1)]
+    for index, decided in ((1, 0), (0, 1)):
+        task.poll.return_value = [((0, index), RewardResult(1.0))]
+        worker._take_rewards(0.0)
+        assert buffer.decide.call_count == decided
+    assert [rollout.reward for rollout in group.rollouts()] == [1.0, 1.0]
 
 
 @pytest.mark.slow
