@@ -4,6 +4,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -82,7 +83,7 @@ class Judge:
         self._prompt, self._pattern = prompt, re.compile(pattern)
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(body or {})}
         self._retries, self._most = retries, cache
-        self._replies: OrderedDict[str, str] = OrderedDict()
+        self._replies: OrderedDict[bytes, str] = OrderedDict()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # A proxy cannot reach this machine's own addresses.
         trust_env = parts.hostname not in ("localhost", "127.0.0.1", "::1")
@@ -99,16 +100,17 @@ class Judge:
             *_, last = self._pattern.finditer(reply)
             score = float(last[1 if self._pattern.groups else 0])
         if score is None or (self._prompt == _PROMPT and not 0 <= score <= 1):
-            self._replies.pop(question, None)
+            self._replies.pop(_key(question), None)
             shown = self._shown(reply)
             raise JudgeError(f"the judge's reply has no score that it was asked for ({self._pattern.pattern}): {shown!r}")
         return score
 
     async def ask(self, question: str) -> str:
         """The reply may be remembered. Raises JudgeError if all tries fail."""
-        if question in self._replies:
-            self._replies.move_to_end(question)
-            return self._replies[question]
+        key = _key(question)
+        if key in self._replies:
+            self._replies.move_to_end(key)
+            return self._replies[key]
         last = ""
         try:
             for number in range(self._retries + 1):
@@ -120,7 +122,7 @@ class Judge:
                     last, pause_s = self._shown(f"{type(error).__name__} {error}".strip()), 0.0
                 else:
                     if answer.status_code == 200:
-                        return self._read(question, answer)
+                        return self._read(key, answer)
                     last, pause_s = f"status {answer.status_code}: {self._shown(answer.text)}", _pause_s(answer)
                     if answer.status_code not in _BUSY and answer.status_code < 500:
                         break
@@ -132,7 +134,7 @@ class Judge:
             raise JudgeError(f"the judge at {self._url} gave no reply in reward.timeout_s; its last: {last}") from None
         raise JudgeError(f"the judge at {self._url} gave no reply: {last}")
 
-    def _read(self, question: str, answer: httpx.Response) -> str:
+    def _read(self, key: bytes, answer: httpx.Response) -> str:
         try:
             choice = parse_json(answer.content, "it")["choices"][0]
             reply, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
@@ -143,7 +145,7 @@ class Judge:
             raise JudgeError(f"the judge's reply was cut at max_tokens = {limit}, raise it: {self._shown(str(reply))!r}")
         if not isinstance(reply, str):
             raise JudgeError(f"the judge at {self._url} gave no reply: no chat completion: {self._shown(answer.text)}")
-        self._replies[question] = reply
+        self._replies[key] = reply
         while len(self._replies) > self._most:
             self._replies.popitem(last=False)
         return reply
@@ -151,6 +153,10 @@ class Judge:
     def _shown(self, text: str) -> str:
         text = text.replace(self._key, "***") if self._key else text
         return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _key(question: str) -> bytes:
+    return blake2b(question.encode(), digest_size=16).digest()  # questions themselves would fill gigabytes
 
 
 def _pause_s(answer: httpx.Response) -> float:

@@ -349,6 +349,7 @@ def test_the_memory_of_replies_is_bounded(server: JudgeServer) -> None:
 
     asyncio.run(ask_all())
     assert server.asked == {"1": 1, "2": 2, "3": 1}
+    assert {len(key) for key in judge._replies} == {16}  # not the questions, of thousands of responses
 
 
 @pytest.mark.parametrize(
