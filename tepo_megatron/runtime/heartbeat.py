@@ -224,7 +224,7 @@ class _Hang:
     processes: tuple[int, ...]
     sentence: str
     is_silent: bool
-    """No record was written either: they may move, on a disk that takes none."""
+    """No record was written either."""
 
 
 @dataclass

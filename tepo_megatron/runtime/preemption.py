@@ -83,7 +83,7 @@ class StopSignals:
     Ctrl-C.
 
     ``grace_s``, ``warning_s``: seconds from SIGTERM and SIGUSR1; Ctrl-C and SIGHUP have no limit. Without ``ends`` a second
-    Ctrl-C raises KeyboardInterrupt. Without ``of_rank`` the launcher sends this process none, as one that a rank started.
+    Ctrl-C raises KeyboardInterrupt. Without ``of_rank`` the launcher sends it none.
     Signals ignored at ``install`` stay ignored.
     """
 

@@ -76,8 +76,8 @@ class Engine:
         self.split = replace(split, fused_norms=self.layers.kind == "te")
         self.layouts = self.split.layouts(self.spec)
         weights = config.model.shards or model_dir
-        moved = self.heartbeat.moved
-        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts, moved)
+        on_move = self.heartbeat.moved
+        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts, on_move)
         self.policy = builder.policy()
         self.routers: Routers | None = None
         if self.spec.experts is not None:
@@ -89,7 +89,7 @@ class Engine:
             self.platform,
             temperature=config.rollout.sampling.temperature,
             token_multiple=config.engine.token_multiple,
-            on_progress=moved,
+            on_progress=on_move,
             entropy_slope=self.objective.needs_entropy_slope,
             routers=self.routers,
         )

@@ -144,7 +144,7 @@ class ShardSender:
             self.send_shards()
         except RuntimeError as error:
             failure = error
-            self._report(error, own=joined and not isinstance(error, TransferError))
+            self._report(error, is_own=joined and not isinstance(error, TransferError))
             self.close()  # the others' pending messages fail, and they need not wait for the time-out
         arrived = self._broadcast_from_root(None)
         if not arrived:
@@ -152,13 +152,13 @@ class ShardSender:
         elif failure is not None:
             raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
 
-    def _report(self, error: RuntimeError, *, own: bool) -> None:
+    def _report(self, error: RuntimeError, *, is_own: bool) -> None:
         if self._store is None:  # rank 0 cannot be told: it waits for all members
             warn(f"trainer rank {self._rank} cannot take part in a weight update: {error}", stacklevel=2)
         else:
             with suppress(RuntimeError):  # rank 0 is gone, and the store with it; it has its own error
                 reason = f"The first other trainer rank to fail was rank {self._rank}: {error}"
-                self._store.compare_set(_FAILED, "", f"{own:d}{reason}")
+                self._store.compare_set(_FAILED, "", f"{is_own:d}{reason}")
 
     def close(self) -> None:
         """Other ranks' pending messages and joins fail."""
