@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import threading
@@ -98,6 +99,7 @@ GATHER_S = 60.0
 """An agent ends its ranks in half a minute."""
 LEAVE_S = 30.0
 """After ranks that left in order, as after a stop signal, those of other nodes have so long to do it."""
+_WITH_OTHERS = "ended with the ranks of another node"
 
 
 class NodeMeeting:
@@ -114,7 +116,8 @@ class NodeMeeting:
         self._node, self._nodes, self._max_restarts, self._meet_s = node, nodes, max_restarts, meet_s
         self._order = list(range(nodes + spares))
         """Of the first node: who may run, those first that should."""
-        self._last = ""
+        self._last: list[str] = []
+        """Of the first node: the errors of the attempt before, none if a rank was killed or a node gone."""
 
     def run(self, run: Callable[[int], RanksEnd]) -> RanksEnd:
         """``run`` gets this node's place in the attempt. A spare that was not needed returns code 0."""
@@ -129,7 +132,8 @@ class NodeMeeting:
                     with self._watched(number, members) as ended_here:
                         end = run(members.index(self._node))
                     if ended_here and not set(end.killed) - ended_here:
-                        end = RanksEnd(end.code, "ended with the ranks of another node", lost=True)
+                        own = "" if end.killed else end.message
+                        end = RanksEnd(end.code, own or _WITH_OTHERS, lost=True)
                     self._write(f"{number}/end/{self._node}", list(end))
                     if end.lost or (end.code and not self._store.check([f"{number}/over"])):
                         self._write(f"{number}/over", 0.0 if end.lost else LEAVE_S)
@@ -189,14 +193,17 @@ class NodeMeeting:
         killed = [node for node in ends if ends[node].killed]
         refused = any(end.code and not end.lost for end in ends.values())
         causes = [f"node {node} is gone" for node in gone] + [f"node {node}: {ends[node].message}" for node in killed]
-        causes = causes or [end.message for end in ends.values() if end.message][:1]
+        errors = sorted((end.message for end in ends.values() if end.message), key=lambda error: error == _WITH_OTHERS)
+        # gloo names the port of a closed connection, which is another one each time
+        errors = [] if causes else [re.sub(r"(?<=\]):\d+", "", error) for error in errors]
+        causes = causes or errors[:1]
         message = ", and ".join(causes)
         self._order = [node for node in self._order if node not in gone]
         is_complete = members[0] in ends and ends[members[0]].code == 0
-        is_same = message == self._last and not gone and not killed
+        is_same = bool(errors) and errors == self._last
         if not causes or refused or is_complete or is_same or number == self._max_restarts:
             return False
-        self._last = message
+        self._last = errors
         self._order.sort(key=lambda node: node != 0 and node in killed)  # the first node keeps the store
         echo(f"{message}. {_restart_sentence(number, self._max_restarts)}", err=True)
         return True

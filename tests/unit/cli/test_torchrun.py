@@ -123,6 +123,8 @@ def act():
         load_run(None, ["train.steps=0"])
     if rank == "1" and what == "bug":
         {}["missing"]
+    if rank == "1" and what == "bugs":
+        {}[f"missing{attempt()}"]
     if rank == "1" and what in ("kill", "broken"):
         os.kill(os.getpid(), 9)
     time.sleep(1000)
@@ -290,6 +292,17 @@ def test_a_spare_node_takes_the_place_of_one_whose_rank_or_agent_was_killed(star
     assert ran == {"attempt0-rank0-node0", "attempt0-rank1-node1", "attempt1-rank0-node0", "attempt1-rank1-node2"}
     cause = "node 1 is gone" if what == "once, the agent" else "node 1: rank 1 was ended by SIGKILL"
     assert [line.partition(cause)[1] for line in ends[0][0].splitlines() if "started again" in line] == [cause], ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "errors"), [("bug", ["'missing'"]), ("bugs", ["'missing0'", "'missing1'"])])
+def test_an_error_on_another_node_than_the_first_is_named_and_ends_the_job_when_it_comes_twice(
+    start_nodes, what: str, errors: list[str]
+) -> None:
+    ends = [(agent.communicate(timeout=TIMEOUT_S)[1], agent.returncode) for agent in start_nodes(what)]
+    again = [line.partition(". The ranks are started again")[0] for line in ends[0][0].splitlines() if "started again" in line]
+    assert again == [f"rank 1: KeyError: {error}" for error in errors], ends
+    assert [bool(code) for _, code in ends[:2]] == [True, True], ends
 
 
 @pytest.mark.slow

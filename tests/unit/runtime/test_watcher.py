@@ -183,6 +183,18 @@ def test_a_node_is_gone_that_is_silent_while_others_run_and_whose_ranks_have_not
     assert not any(first._is_silent(0, 1, beats, restarts.SILENT_S) for _ in range(4))
 
 
+@pytest.mark.parametrize(("second", "again"), [("KeyError: 'a'", False), ("KeyError: 'b'", True)])
+def test_an_error_that_comes_twice_is_known_by_what_every_node_says_of_it(second: str, again: bool) -> None:
+    """The first node only sees that a connection was closed, in gloo's words with another port each time."""
+    store = HashStore()
+    first = restarts.NodeMeeting(store, store, 0, 2, 0, 3, 60.0)
+    for number, error in enumerate(["KeyError: 'a'", second]):
+        closed = f"rank 0: RuntimeError: Connection closed by peer [10.0.0.2]:{4000 + number}"
+        store.set(f"{number}/end/0", json.dumps(restarts.RanksEnd(1, closed, lost=True)))
+        store.set(f"{number}/end/1", json.dumps(restarts.RanksEnd(1, f"rank 1: {error}", lost=True)))
+    assert [first._decide(number, [0, 1]) for number in (0, 1)] == [True, again]
+
+
 def test_only_records_of_ranks_of_this_node_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job of hundreds of nodes each would otherwise read the records of all, all the time."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
