@@ -123,6 +123,9 @@ def _claim(report: FailureReport) -> bool:
             json.dump(report, file)
     except FileExistsError:
         return False
+    except OSError:  # as on a full disk: the parent finds no report
+        if HAS_PARENT in os.environ:
+            print_error(report.sentence)
     return True
 
 

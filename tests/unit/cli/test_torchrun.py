@@ -22,7 +22,7 @@ from tests.support.processes import gone, python_programs
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
-import os, signal, subprocess, sys, time
+import errno, os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.runtime import rank as runtime_rank
@@ -119,7 +119,11 @@ def act():
         {}["connection closed by peer"]
     while not (folder / ("held" if what == "broken" else "started0")).exists():
         time.sleep(0.05)
-    if rank == "1" and what == "sentence":
+    if what == "full":
+        def fill(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        runtime_rank.json.dump = fill
+    if rank == "1" and what in ("sentence", "full"):
         load_run(None, ["train.steps=0"])
     if rank == "1" and what == "bug":
         {}["missing"]
@@ -144,7 +148,7 @@ if what == "orphan":
     (folder / f"importing{rank}").write_text(str(os.getpid()))
     while os.getppid() == starter:
         time.sleep(0.01)
-if what in ("ok", "world", "sentence", "leaving", "group", "once"):
+if what in ("ok", "world", "sentence", "full", "leaving", "group", "once"):
     from tepo_megatron.config.load import load_run
     from tepo_megatron.run.api import run_rank
 
@@ -228,6 +232,7 @@ ONE_TRACEBACK = f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}"
         ("ok", IN_A_THREAD.format(PARENT), 0, 0, ""),
         ("world", PARENT, 1, 0, ".* = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4.*"),
         ("sentence", PARENT_RESTARTS, 1, 0, WRONG_FIELD),
+        ("full", PARENT_RESTARTS, 1, 0, f"{WRONG_FIELD}error: rank 1 ended with exit code 1; what it wrote last is above\n"),
         ("leaving", PARENT, 1, 0, WRONG_FIELD),
         ("group", PARENT, 1, 0, f".*{WRONG_FIELD}"),
         (
@@ -247,9 +252,9 @@ ONE_TRACEBACK = f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}"
 def test_the_cause_is_printed_once_and_last_and_lost_ranks_start_again(
     start, tmp_path: Path, what: str, program: str, code: int, restarts: int, printed: str
 ) -> None:
-    """Not after the user's own error, nor after a bug that comes twice. leaving: rank 1 fails because of what rank 0 does on
-    its way out, and ends first. group: nobody has left the group, and its threads run while the interpreter ends. broken:
-    rank 0 fails because rank 1 was killed.
+    """Not after the user's own error, nor after a bug that comes twice. full: no report can be written. leaving: rank 1 fails
+    because of what rank 0 does on its way out, and ends first. group: nobody has left the group, and its threads run while
+    the interpreter ends. broken: rank 0 fails because rank 1 was killed.
     """
     parent = start(what, f"engine.parallel.tp={4 if what == 'world' else 2}", program)
     out, err = parent.communicate(timeout=TIMEOUT_S)
