@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ FILE = "run.lock"
 _RENEW_EVERY_S = 15.0
 SILENT_S = 180.0
 """File systems cache times for up to 60 s."""
+_AGAIN_S = 1.0
+"""Who has just locked a file that a dead machine left writes its name into it within this time."""
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -82,7 +85,7 @@ class RunLock:
         except FileNotFoundError:
             return
         try:
-            _judge(fd, path, fcntl.LOCK_SH)
+            _judge(fd, path, flock(fd, fcntl.LOCK_SH))
         finally:
             os.close(fd)
 
@@ -97,11 +100,19 @@ class RunLock:
         Raises ValueError if a run holds the folder, OSError if it cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        dead: _Holder | None = None
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                left_behind = _judge(fd, self._path, fcntl.LOCK_EX)
-                if not _is_at(fd, self._path):  # its holder has removed it meanwhile
+                certain = flock(fd, fcntl.LOCK_EX)
+                left_behind = _judge(fd, self._path, certain)
+                if certain is False and left_behind == dead and _is_at(fd, self._path):
+                    # A server may keep a dead machine's lock on this file, and has none on the next.
+                    self._path.unlink(missing_ok=True)
+                elif certain is False:
+                    dead = left_behind
+                    time.sleep(_AGAIN_S)
+                if certain is False or not _is_at(fd, self._path):  # its holder has removed it meanwhile
                     os.close(fd)
                     continue
                 self._own = _Holder.this_process()
@@ -116,7 +127,7 @@ class RunLock:
         self._stop.clear()
         self._thread = threading.Thread(target=self._renew, args=(fd,), name="run-lock", daemon=True)
         self._thread.start()
-        return left_behind
+        return left_behind or dead
 
     def is_there(self) -> bool:
         """Raises RuntimeError if another run has taken the folder."""
@@ -153,14 +164,14 @@ class RunLock:
                 os.utime(fd)
 
 
-def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
-    certain = flock(fd, mode)
+def _judge(fd: int, path: Path, certain: bool | None) -> _Holder | None:
+    """``certain``: what ``flock`` said. Returns a dead holder, also one whose machine's lock the server still keeps."""
     holder = _parse(os.pread(fd, 4096, 0))
-    if certain is False:
+    present = _Holder.this_process()
+    if certain is False and (holder is None or holder.kernel == present.kernel):
         raise _held(path, holder)
     if holder is None:
         return None
-    present = _Holder.this_process()
     # Without flock the process decides, but another container's is not seen here.
     if holder.kernel == present.kernel and (certain or holder.namespace in ("", present.namespace)):
         if certain is None and _is_running(holder):

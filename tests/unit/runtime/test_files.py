@@ -269,3 +269,43 @@ def test_a_requeued_job_takes_the_lock_of_its_life_before(
         lock.release()
     else:
         assert_refused(tmp_path, "sign of life")
+
+
+@pytest.mark.parametrize(("silent_s", "life", "taken"), [(SILENT_S + 5, "1", True), (1, "2", True), (SILENT_S / 2, "1", False)])
+def test_a_lock_that_the_server_keeps_of_a_dead_machine_is_judged_by_signs_of_life(
+    silent_s: float, life: str, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does after a loss of power. A run that lives renews the file's time."""
+    leave(tmp_path, silent_s=silent_s, job="17", life=1)
+    kept, flock = (tmp_path / FILE).stat(), fcntl.flock
+
+    def kept_by_server(fd: int, mode: int) -> None:
+        if os.path.samestat(os.fstat(fd), kept):
+            raise BlockingIOError
+        flock(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", kept_by_server)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", life)
+    if not taken:
+        assert_refused(tmp_path, "node7.*sign of life")
+        return
+    with (tmp_path / FILE).open():  # or the next file may get its number
+        RunLock.check_free(tmp_path)
+        lock = RunLock(tmp_path)
+        assert lock.take().host == "node7"
+        assert lock.is_there()
+        assert_refused(tmp_path, f"is in use by process {os.getpid()}")
+        lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_takes_the_file_of_a_dead_machine_first_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run has the lock already, and writes its name a moment later."""
+    leave(tmp_path, silent_s=SILENT_S + 5)
+    with (tmp_path / FILE).open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(time, "sleep", lambda _: change(tmp_path, token="the first"))
+        with pytest.raises(ValueError, match="sign of life"):
+            RunLock(tmp_path).take()
+    assert RunLock(tmp_path).holder().token == "the first"
