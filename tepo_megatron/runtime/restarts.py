@@ -107,13 +107,23 @@ class NodeMeeting:
 
     ``watching``: another connection, for a thread. The first ``nodes`` of ``nodes + spares`` run, and a spare replaces a node
     that is gone, or that lost a rank to a signal. Raises NodesApartError if the first node is gone, or too few are left.
+    ``stopped``: the stop signals that came to this agent. The agents of the other nodes that run get them, too.
     """
 
     def __init__(
-        self, store: Store, watching: Store, node: int, nodes: int, spares: int, max_restarts: int, meet_s: float
+        self,
+        store: Store,
+        watching: Store,
+        node: int,
+        nodes: int,
+        spares: int,
+        max_restarts: int,
+        meet_s: float,
+        stopped: Sequence[int] = (),
     ) -> None:
         self._store, self._watching = store, watching
         self._node, self._nodes, self._max_restarts, self._meet_s = node, nodes, max_restarts, meet_s
+        self._stopped = stopped
         self._order = list(range(nodes + spares))
         """Of the first node: who may run, those first that should."""
         self._last: list[str] = []
@@ -134,6 +144,8 @@ class NodeMeeting:
                     if ended_here and not set(end.killed) - ended_here:
                         own = "" if end.killed else end.message
                         end = RanksEnd(end.code, own or _WITH_OTHERS, lost=True)
+                    if stop := self._stop_of_all():
+                        self._write(f"{number}/stop", stop)
                     self._write(f"{number}/end/{self._node}", list(end))
                     if end.lost or (end.code and not self._store.check([f"{number}/over"])):
                         self._write(f"{number}/over", 0.0 if end.lost else LEAVE_S)
@@ -208,9 +220,16 @@ class NodeMeeting:
         echo(f"{message}. {_restart_sentence(number, self._max_restarts)}", err=True)
         return True
 
+    def _stop_of_all(self) -> int:
+        """0: there is none. Ctrl-C stays here, since where it came too it would be the second one, which ends at once."""
+        return next((stop for stop in self._stopped if stop != signal.SIGINT), 0)
+
     @contextmanager
     def _watched(self, number: int, members: Sequence[int]) -> Iterator[set[int]]:
-        """Ends this node's ranks if those of another have ended, or its agent is gone. Yields their process ids."""
+        """Ends this node's ranks if those of another have ended, or its agent is gone. Yields their process ids.
+
+        Passes stop signals on to other nodes, and takes theirs.
+        """
         stop, ended_here = threading.Event(), set[int]()
 
         def watch() -> None:
@@ -221,6 +240,10 @@ class NodeMeeting:
                 elapsed_s, last = min(now - last, 2 * POLL_INTERVAL_S), now  # in a longer gap this process was stopped, too
                 try:
                     self._watching.set(f"alive/{self._node}", str(beat))
+                    if stopped := self._stop_of_all():
+                        self._watching.set(f"{number}/stop", str(stopped))
+                    elif not self._stopped and self._watching.check([f"{number}/stop"]):
+                        os.kill(os.getpid(), int(self._watching.get(f"{number}/stop")))
                     if self._node == 0 and any(self._is_silent(number, node, beats, elapsed_s) for node in members):
                         self._watching.set(f"{number}/over", "0")
                     over = self._watching.check([f"{number}/over"])

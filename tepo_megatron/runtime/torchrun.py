@@ -111,8 +111,9 @@ def run_node(arguments: Sequence[str]) -> int:
     status, spares = Path(options["--status"]) if options["--status"] else None, int(options["--spares"])
     failures: list[ChildFailedError] = []
 
-    def run_once(place: int | None = None) -> RanksEnd:
-        return _run_node_attempt(arguments, int(parsed.nproc_per_node), status, failures, place)
+    def run_once(place: int | None = None, stopped: list[int] | None = None) -> RanksEnd:
+        received = [] if stopped is None else stopped
+        return _run_node_attempt(arguments, int(parsed.nproc_per_node), status, failures, place, received)
 
     try:
         if not parsed.max_restarts:
@@ -131,7 +132,7 @@ def run_node(arguments: Sequence[str]) -> int:
     raise failures[-1]
 
 
-def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int], RanksEnd]) -> RanksEnd:
+def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int, list[int]], RanksEnd]) -> RanksEnd:
     global _store
     node, limit = int(parsed.node_rank), timedelta(seconds=_MEET_S)
     stopped: list[int] = []
@@ -139,7 +140,7 @@ def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int], Ra
     def run(place: int) -> RanksEnd:
         if stopped:
             return RanksEnd(StopRequested(stopped[0]).exit_code if place == 0 else 0)
-        return run_once(place)
+        return run_once(place, stopped)
 
     place = (parsed.master_addr, int(parsed.master_port or _PORT))
     # Within an attempt the ranks get the signals; a spare has none.
@@ -148,7 +149,8 @@ def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int], Ra
             store, watching = (_meet(*place, node + number, limit) for number in (0, 1))
         _store = store
         try:
-            return NodeMeeting(store, watching, node, int(parsed.nnodes), spares, parsed.max_restarts, _MEET_S).run(run)
+            nodes = int(parsed.nnodes)
+            return NodeMeeting(store, watching, node, nodes, spares, parsed.max_restarts, _MEET_S, stopped).run(run)
         finally:
             _store = None
 
@@ -158,7 +160,12 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _run_node_attempt(
-    arguments: Sequence[str], ranks: int, status: Path | None, failures: list[ChildFailedError], place: int | None
+    arguments: Sequence[str],
+    ranks: int,
+    status: Path | None,
+    failures: list[ChildFailedError],
+    place: int | None,
+    received: list[int],
 ) -> RanksEnd:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -171,7 +178,10 @@ def _run_node_attempt(
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
         failure = Path(folder) / "failure.json"
         try:
-            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(Path(folder), ranks, []) as asked:
+            with (
+                changed_environment(**{FAILURE_FILE: str(failure)}),
+                _forwarded_signals(Path(folder), ranks, received) as asked,
+            ):
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:

@@ -139,6 +139,8 @@ def work(config):
     finally:
         if what == "stop" and rank == "0":
             time.sleep(3)  # as servers and loggers need it
+        while what == "save" and rank == "1" and not (folder / "cleaned0").exists():
+            time.sleep(0.05)
         (folder / f"cleaned{rank}").touch()
 
 if what != "group":
@@ -311,12 +313,16 @@ def test_an_error_on_another_node_than_the_first_is_named_and_ends_the_job_when_
 
 
 @pytest.mark.slow
-def test_a_stop_ends_every_node_with_its_code(start_nodes, tmp_path: Path) -> None:
-    """None waits at torch's exit barrier for those that have left, and none kills those that leave later."""
-    agents = start_nodes("stop")
+@pytest.mark.parametrize(("what", "asked"), [("stop", (0, 1, 2)), ("stop", (1,)), ("save", (1,))])
+def test_a_stop_ends_every_node_with_its_code(start_nodes, tmp_path: Path, what: str, asked: tuple[int, ...]) -> None:
+    """Also one that comes to another node than the first, whose ranks may end only when rank 0 does, as in a save.
+
+    None waits at torch's exit barrier for those that have left, and none kills those that leave later.
+    """
+    agents = start_nodes(what)
     wait_until(lambda: all((tmp_path / f"started{rank}").exists() for rank in (0, 1)), TIMEOUT_S, "the ranks")
-    for agent in agents:
-        agent.send_signal(signal.SIGUSR1)
+    for node in asked:
+        agents[node].send_signal(signal.SIGUSR1)
     ends = [(agent.communicate(timeout=TIMEOUT_S)[1], agent.returncode) for agent in agents]
     assert [code for _, code in ends[:2]] == [75, 75], ends
     assert_cleaned_up(tmp_path)
