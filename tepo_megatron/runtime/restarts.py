@@ -107,7 +107,7 @@ class NodeMeeting:
 
     ``watching``: another connection, for a thread. The first ``nodes`` of ``nodes + spares`` run, and a spare replaces a node
     that is gone, or that lost a rank to a signal. Raises NodesApartError if the first node is gone, or too few are left.
-    ``stopped``: the stop signals that came to this agent. The agents of the other nodes that run get them, too.
+    ``stopped``: this agent's stop signals, which the other agents get too.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class NodeMeeting:
         self._order = list(range(nodes + spares))
         """Of the first node: who may run, those first that should."""
         self._last: list[str] = []
-        """Of the first node: the errors of the attempt before, none if a rank was killed or a node gone."""
+        """Of the first node: the errors of the attempt before."""
 
     def run(self, run: Callable[[int], RanksEnd]) -> RanksEnd:
         """``run`` gets this node's place in the attempt. A spare that was not needed returns code 0."""
@@ -221,15 +221,12 @@ class NodeMeeting:
         return True
 
     def _stop_of_all(self) -> int:
-        """0: there is none. Ctrl-C stays here, since where it came too it would be the second one, which ends at once."""
+        """0: none. A second Ctrl-C ends at once, so it is not passed on."""
         return next((stop for stop in self._stopped if stop != signal.SIGINT), 0)
 
     @contextmanager
     def _watched(self, number: int, members: Sequence[int]) -> Iterator[set[int]]:
-        """Ends this node's ranks if those of another have ended, or its agent is gone. Yields their process ids.
-
-        Passes stop signals on to other nodes, and takes theirs.
-        """
+        """Ends this node's ranks if those of another have ended, or its agent is gone. Yields their process ids."""
         stop, ended_here = threading.Event(), set[int]()
 
         def watch() -> None:

@@ -29,7 +29,7 @@ _RENEW_EVERY_S = 15.0
 SILENT_S = 180.0
 """File systems cache times for up to 60 s."""
 _AGAIN_S = 1.0
-"""Who has just locked a file that a dead machine left writes its name into it within this time."""
+"""A new holder of a dead machine's file writes its name within this time."""
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -165,7 +165,7 @@ class RunLock:
 
 
 def _judge(fd: int, path: Path, certain: bool | None) -> _Holder | None:
-    """``certain``: what ``flock`` said. Returns a dead holder, also one whose machine's lock the server still keeps."""
+    """``certain``: flock's answer. Returns a dead holder."""
     holder = _parse(os.pread(fd, 4096, 0))
     present = _Holder.this_process()
     if certain is False and (holder is None or holder.kernel == present.kernel):
