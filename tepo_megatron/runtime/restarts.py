@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tepo_megatron.runtime.machine import changed_environment, variable
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.text import echo
 
@@ -98,8 +99,11 @@ SILENT_S = 30.0
 GATHER_S = 60.0
 """An agent ends its ranks in half a minute."""
 LEAVE_S = 30.0
-"""After ranks that left in order, as after a stop signal, those of other nodes have so long to do it."""
+"""After ranks that left in order those of other nodes have so long to do it."""
+_CLOSE_S = 600.0
+"""As ``LEAVE_S``, after a stop: rank 0 closes servers and logs."""
 _WITH_OTHERS = "ended with the ranks of another node"
+_CONSEQUENCE = re.compile(rf"{_WITH_OTHERS}|[Cc]onnection (closed|reset)|Broken pipe|Socket Timeout")
 
 
 class NodeMeeting:
@@ -148,7 +152,8 @@ class NodeMeeting:
                         self._write(f"{number}/stop", stop)
                     self._write(f"{number}/end/{self._node}", list(end))
                     if end.lost or (end.code and not self._store.check([f"{number}/over"])):
-                        self._write(f"{number}/over", 0.0 if end.lost else LEAVE_S)
+                        patience_s = _CLOSE_S if end.code in (PREEMPTED, INTERRUPTED) else LEAVE_S
+                        self._write(f"{number}/over", 0.0 if end.lost else patience_s)
                 if not self._continues(number, members):
                     self._leave()
                     return end
@@ -205,10 +210,11 @@ class NodeMeeting:
         killed = [node for node in ends if ends[node].killed]
         refused = any(end.code and not end.lost for end in ends.values())
         causes = [f"node {node} is gone" for node in gone] + [f"node {node}: {ends[node].message}" for node in killed]
-        errors = sorted((end.message for end in ends.values() if end.message), key=lambda error: error == _WITH_OTHERS)
-        # gloo names the port of a closed connection, which is another one each time
-        errors = [] if causes else [re.sub(r"(?<=\]):\d+", "", error) for error in errors]
-        causes = causes or errors[:1]
+        messages = [] if causes else [end.message for end in ends.values() if end.message]
+        messages = [text for text in messages if not _CONSEQUENCE.search(text)] or messages
+        causes = causes or messages[:1]
+        # of several ranks another one may be the first, and gloo names a port
+        errors = sorted(re.sub(r"^rank \d+: |(?<=\]):\d+", "", text) for text in messages)
         message = ", and ".join(causes)
         self._order = [node for node in self._order if node not in gone]
         is_complete = members[0] in ends and ends[members[0]].code == 0

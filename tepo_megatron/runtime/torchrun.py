@@ -282,6 +282,8 @@ def _forwarded_signals(folder: Path, ranks: int, received: list[int]) -> Iterato
                 os.kill(int(file.read_text()), number)
 
     with handled_by(forward, not_ignored()), changed_environment(**{RANKS_FOLDER: str(folder)}):
+        if received:  # before the signals came here
+            raise StopRequested(received[0])
         yield lambda: received[0] if received else None
 
 
