@@ -70,6 +70,10 @@ mkdir -p "$out/logs/ranks/$job/node-$node"
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
   -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" || code=$?
-# The first node's code is the job's: srun would end that node, where rank 0 still closes the run, for the code of another.
-[[ $node == 0 || ($code != 75 && $code != 130) ]] || code=0
+if [[ $node != 0 && ($code == 75 || $code == 130) ]]; then # srun then ends the first node, where rank 0 still closes the run
+  for ((waited = 0; waited < 600; waited++)); do
+    [[ ! -e $out/servers/$job/@ended@ ]] || break
+    sleep 1
+  done
+fi
 exit "$code"

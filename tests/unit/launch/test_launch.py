@@ -162,13 +162,16 @@ def test_a_job_that_has_saved_goes_back_so_many_times(tmp_path: Path, code: int,
 def ended_node(output: Path, *overrides: str, before: str = "", code: int = 1, node: int = 1) -> tuple[int, str]:
     """What the batch does if a training node ends so, and the other is then stopped as a preempted one is.
 
-    A stop is in the first node's exit code alone: srun ends nodes, where rank 0 may still close the run, if any returns it.
+    A node that is stopped waits for the first one, where rank 0 may still close the run: srun ends it for the code of another.
     """
     config = job(f"output={output}", "cluster.train_nodes=2", f"cluster.python={output}/python", *overrides)
     output.mkdir(exist_ok=True)
     write_script(output / "python", f"{before}\nexit {code}")
-    script, shown = script_of("train", config), 0 if node and code in (75, 130) else code
-    assert bash(script, "10.0.0.1", SLURM_JOB_ID="7", SLURM_NODEID=str(node)).returncode == shown
+    script, first = script_of("train", config), output / "servers/7.0/trainer-ended"
+    if waits := bool(node) and code in (75, 130):
+        script = f"(sleep 0.5; mkdir -p {first.parent}; touch {first}) &\n{script}"
+    assert bash(script, "10.0.0.1", SLURM_JOB_ID="7", SLURM_NODEID=str(node)).returncode == code
+    assert first.exists() or not waits
     return batch(output, config, "exit 75")
 
 
