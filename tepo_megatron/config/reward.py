@@ -191,7 +191,9 @@ class EnvironmentConfig(Section):
         """``timeout_s``, and for ``python`` the longest wait for one of a worker's 16 places."""
         if self.name != "python":
             return self.timeout_s
-        return self.timeout_s + (self.concurrency - 1) // 16 * (1.0 + float(self.kwargs.get("seconds", 5.0)))  # 1: to start
+        seconds = self.kwargs.get("seconds")
+        seconds = seconds if isinstance(seconds, int | float) else 5.0  # its own message comes when it is made
+        return self.timeout_s + (self.concurrency - 1) // 16 * (1.0 + seconds)  # 1: to start
 
     def _faults(self) -> Iterator[str]:
         for url in self.servers:

@@ -402,7 +402,7 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
     if judged and all_have_one and "verifier" not in run.reward.model_fields_set:
         yield (
             f"{judged[0]} has no verifier, and nothing of data.train is scored by reward.verifier: its default, "
-            f"{run.reward.verifier}, would score it; give it a verifier, or reward.verifier if you mean that one"
+            f"{run.reward.verifier}, would score it; give it a verifier, or without an environment reward.verifier"
         )
     field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)
     if field is not None and not run.reward.run_code:

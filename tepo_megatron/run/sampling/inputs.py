@@ -94,7 +94,7 @@ class Inputs:
                 "data.chat_template_kwargs does nothing for plain prompts; set data.chat_template, or leave it out"
             )
         role = config.environment and config.environment.role
-        if role and any(problem.messages for problem in seen):
+        if role and any(problem.messages for problem in [*problems, *unseen]):  # sets are answered in one turn
             tokenizer.turn_ids([(role, "?")], ended=True)  # before anything starts: a template may refuse it, or leave it out
         order = ProblemSampler.of(problems, config.data, config.seed)
         return cls(model_dir, spec, tokenizer, problems, order, unseen, left_out, sets)
