@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 54_265,
-    "tests, lines": 47_486,
+    "package, lines": 54_275,
+    "tests, lines": 47_489,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 800,
     "modules": 273,
