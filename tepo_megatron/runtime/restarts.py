@@ -101,7 +101,7 @@ GATHER_S = 60.0
 LEAVE_S = 30.0
 """After ranks that left in order those of other nodes have so long to do it."""
 _CLOSE_S = 600.0
-"""As ``LEAVE_S``, after a stop: rank 0 closes servers and logs."""
+"""After a stop; rank 0 closes servers and logs."""
 _WITH_OTHERS = "ended with the ranks of another node"
 _CONSEQUENCE = re.compile(rf"{_WITH_OTHERS}|[Cc]onnection (closed|reset)|Broken pipe|Socket Timeout")
 
