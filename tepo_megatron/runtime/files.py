@@ -1,5 +1,6 @@
 import errno
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -26,6 +27,14 @@ def with_retries(read: Callable[[], T]) -> T:
                 raise
         time.sleep(pause_s)
     return read()
+
+
+def try_writing(folder: Path) -> None:
+    """Raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def partial_path(path: Path) -> Path:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from tepo_megatron.runtime.files import try_writing
 from tepo_megatron.runtime.proc import STOPPED, Process
 
 INTERVAL_S = 2.0
@@ -336,10 +336,7 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
 
 def _can_write(folder: Path) -> bool:
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
+        try_writing(folder)
     except OSError:
         return False
     return True

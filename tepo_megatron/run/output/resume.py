@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved, override
 from tepo_megatron.config.paths import paths_in
 from tepo_megatron.run.loggers import Loggers
-from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.runtime.files import try_writing, write_atomically
 from tepo_megatron.runtime.hub import HUB
 from tepo_megatron.runtime.restarts import job_of_checkpoints, starts_again
 from tepo_megatron.runtime.run_lock import RunLock
@@ -299,10 +297,7 @@ def _check_writable(folder: Path) -> None:
         there = folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(4096))
-                file.flush()
-                os.fsync(file.fileno())
+            try_writing(folder)
         finally:
             if not there:
                 with suppress(OSError):  # another run may have come into it
