@@ -16,7 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, tensor_ranks_straddle
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_server_split, check_trainer_models
 
@@ -333,7 +333,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         f"links at {cluster.link_efficiency:.0%} of {cluster.network_gb_per_s:g} GB/s between nodes and "
         f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
     )
-    if tensor_ranks_straddle(config):
+    if ranks.tensor_ranks_straddle:
         tp, gpus = config.engine.parallel.tp, cluster.gpus_per_node
         yield (
             f"engine.parallel.tp = {tp} does not divide cluster.gpus_per_node = {gpus}, "

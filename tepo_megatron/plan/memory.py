@@ -89,6 +89,11 @@ class TrainingRanks:
         self.passed_width = self._chosen_mlps * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
     @property
+    def tensor_ranks_straddle(self) -> bool:
+        """Ranks fill node by node, so that a tensor-parallel group may share no node."""
+        return self.config.cluster.train_nodes > 1 and self.config.cluster.gpus_per_node % self._parallel.tp > 0
+
+    @property
     def recomputed(self) -> Collection[str]:
         # every layer counts as one of experts, if the model has some
         return [name for name in self.config.engine.recomputed if name != "mlp" or self.spec.experts is None]

@@ -363,18 +363,13 @@ def _stage_imbalance(ranks: TrainingRanks) -> float:
     return max(work) * len(work) / sum(work) - 1
 
 
-def tensor_ranks_straddle(config: RunConfig) -> bool:
-    """Ranks fill node by node, so that a tensor-parallel group may share no node."""
-    return config.cluster.train_nodes > 1 and config.cluster.gpus_per_node % config.engine.parallel.tp > 0
-
-
 def _exposed_seconds(ranks: TrainingRanks, tokens: float) -> tuple[float, float]:
     """A layer's activations move 4 times forward, 6 backward; 2 are hidden."""
     parallel, cluster = ranks.config.engine.parallel, ranks.config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
     activations = ELEMENT_BYTES[ranks.config.dtype()] * ranks.spec.hidden_size * share
     most_layers = max(map(len, ranks.split.stage_layers))
-    once = activations * (1 - 1 / parallel.tp) / _link_rate(cluster, across=tensor_ranks_straddle(ranks.config)) * most_layers
+    once = activations * (1 - 1 / parallel.tp) / _link_rate(cluster, across=ranks.tensor_ranks_straddle) * most_layers
     handed_on = 0.0
     if parallel.pp > 1 and parallel.vpp == 1:
         across = _link_rate(cluster, across=cluster.train_nodes > 1)
