@@ -115,6 +115,9 @@ BUILTIN_ENVIRONMENTS = ("guess_number", "calculator", "python")
 OUTSIDE = "outside"  # agents elsewhere ask for episodes over HTTP
 
 
+PROGRAMS_AT_ONCE, PROGRAM_SECONDS = 16, 5.0  # per worker of the environment python; its default of seconds
+
+
 class EnvironmentConfig(Section):
     """Episodes of several turns; only the model's tokens are trained on. The environment gives rewards; ``reward.weights``,
     ``failed_reward`` and ``max_failed`` apply.
@@ -188,12 +191,12 @@ class EnvironmentConfig(Section):
 
     @property
     def call_limit_s(self) -> float:
-        """``timeout_s``, and for ``python`` the longest wait for one of a worker's 16 places."""
+        """``timeout_s``, and for ``python`` the longest wait for a place."""
         if self.name != "python":
             return self.timeout_s
         seconds = self.kwargs.get("seconds")
-        seconds = seconds if isinstance(seconds, int | float) else 5.0  # its own message comes when it is made
-        return self.timeout_s + (self.concurrency - 1) // 16 * (1.0 + seconds)  # 1: to start
+        seconds = seconds if isinstance(seconds, int | float) else PROGRAM_SECONDS  # its own message comes when it is made
+        return self.timeout_s + (self.concurrency - 1) // PROGRAMS_AT_ONCE * (1.0 + seconds)  # 1: to start
 
     def _faults(self) -> Iterator[str]:
         for url in self.servers:

@@ -9,6 +9,7 @@ from decimal import Decimal
 from inspect import signature
 from typing import Any
 
+from tepo_megatron.config.reward import PROGRAM_SECONDS, PROGRAMS_AT_ONCE
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.sandbox import Sandbox
 from tepo_megatron.runtime.user_code import load_user_code
@@ -133,7 +134,7 @@ class PythonTool(_Tool):
     """
 
     runs_code = True
-    _at_once = asyncio.Semaphore(16)
+    _at_once = asyncio.Semaphore(PROGRAMS_AT_ONCE)
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class PythonTool(_Tool):
         open: str = "<output>",
         close: str = "</output>",
         verifier: str = "last_word",
-        seconds: float = 5.0,
+        seconds: float = PROGRAM_SECONDS,
         memory_mb: int = 256,
         output: int = 2000,
     ) -> None:
