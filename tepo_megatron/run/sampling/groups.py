@@ -283,7 +283,7 @@ class GroupBuffer:
             groups += [self._group(number, None, 0, self._by_id[name], None) for number, name in state.get("ahead", ())]
             # If one step sampled all, later ones would train on what is too old by then.
             self._ahead = [group for group in groups if not self.window and group.step is None]
-            self._carry([group for group in groups if group not in self._ahead])
+            self._carry([group for group in groups if self.window or group.step is not None])
 
     def _carry(self, groups: Sequence[Group]) -> None:
         self.waiting, self.done, self._first = deque(groups), [], None
