@@ -111,15 +111,17 @@ def run_node(arguments: Sequence[str]) -> int:
     status, spares = Path(options["--status"]) if options["--status"] else None, int(options["--spares"])
     failures: list[ChildFailedError] = []
 
-    def run_once(place: int | None = None, stopped: list[int] | None = None) -> RanksEnd:
-        received = [] if stopped is None else stopped
+    def run_once(place: int | None, received: list[int]) -> RanksEnd:
         return _run_node_attempt(arguments, int(parsed.nproc_per_node), status, failures, place, received)
+
+    def run_alone() -> RanksEnd:
+        return run_once(None, [])
 
     try:
         if not parsed.max_restarts:
-            end = run_once()
+            end = run_alone()
         elif parsed.nnodes in ("1", "1:1") and not spares:
-            end = run_attempts(run_once, parsed.max_restarts)
+            end = run_attempts(run_alone, parsed.max_restarts)
         else:
             end = _run_with_other_nodes(parsed, spares, run_once)
     except NodesApartError as error:
