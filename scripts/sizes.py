@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 54_275,
+    "package, lines": 54_282,
     "tests, lines": 47_491,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 800,
