@@ -100,7 +100,8 @@ class WorkerProcess:
             self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_TIMEOUT_S)  # one that waits for a dead disk ends with it
         self._stdout.close()
 
     def kill(self) -> None:

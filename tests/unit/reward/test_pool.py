@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -186,6 +187,17 @@ def test_a_worker_that_dies_idle_costs_no_response(pool: RewardPool) -> None:
         os.kill(pid, signal.SIGKILL)
         assert gone(pid)
     assert [(result.reward, result.error) for result in pool.score(items("1", "2"))] == [(1.0, None), (2.0, None)]
+
+
+@pytest.mark.parametrize("custom", [None, odd_verifiers.judge])
+def test_a_worker_that_no_signal_ends_costs_no_other_response(tries: Path, custom: Any) -> None:
+    """It waits for a dead disk, and the kernel keeps it."""
+    with pool_of(custom=custom, timeout_s=2.0) as pool:
+        process = pool._workers[0].process._process
+        with patch.object(process, "wait", side_effect=subprocess.TimeoutExpired("a worker", 1.0)) as wait:
+            assert [result.reward for result in pool.score(items("sleep", "7"))] == [-1.0, 7.0]
+        assert all(call.args for call in wait.call_args_list)
+        process.wait()
 
 
 def test_a_worker_that_does_not_start_is_an_error_of_the_constructor(tmp_path: Path) -> None:
