@@ -212,7 +212,7 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Finding
 
     try:
         with closing(EnvironmentTask.open_host(config, sampling)) as host:
-            return Finding("ok", f"{config.name} can be made", host.notice or "")
+            return Finding("warn" if host.notice else "ok", f"{config.name} can be made", host.notice or "")
     except (ValueError, RuntimeError) as error:
         return Finding("fail", config.name, str(error))
 

@@ -271,7 +271,7 @@ class _RemoteServer:
 
 class RemoteEnvironments:
     """A failed server's episodes begin again on the others; it is asked again from time to time. Raises ValueError for a wrong
-    key or another environment, RuntimeError if no server answers.
+    address, key or environment, RuntimeError if no server answers.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -288,7 +288,15 @@ class RemoteEnvironments:
             for url in config.servers:
                 headers, timeout = {"Authorization": f"Bearer {key}"}, _WAIT_S + _EXTRA_TIME_S
                 http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
-                self._servers.append(self._open(url, http))
+                try:
+                    server = self._open(url, http)
+                except RuntimeError as error:
+                    server = _RemoteServer(url, http, gone=str(error))
+                self._servers.append(server)
+            gone = "; ".join(server.gone for server in self._servers if server.gone)
+            if all(server.gone for server in self._servers):
+                raise RuntimeError(f"environment.servers: {gone}")
+            self.notice = "; ".join(filter(None, (self.notice, gone))) or None
         except BaseException:
             self.close()
             raise
@@ -340,7 +348,7 @@ class RemoteEnvironments:
         try:
             reply = http.post(_SESSIONS, json={"environment": self._wanted})
         except httpx.HTTPError as error:
-            raise RuntimeError(f"environment.servers: {url} does not answer ({error or type(error).__name__})") from error
+            raise RuntimeError(f"{url} does not answer ({error or type(error).__name__})") from error
         if reply.status_code == 401:
             raise ValueError(f"environment.servers: {url} has another key than environment.key_file = {self._config.key_file}")
         if reply.is_error:
@@ -352,7 +360,7 @@ class RemoteEnvironments:
                     return server
             raise ValueError(f"the answer is no session: {reply.text[:60]!r}")
         except ValueError as error:
-            raise RuntimeError(f"environment.servers: {url} is no environment server: {error}; correct the address") from error
+            raise ValueError(f"environment.servers: {url} is no environment server: {error}; correct the address") from error
 
     def _start(self, server: _RemoteServer) -> None:
         for work in (self._hand_over, self._listen):
@@ -388,7 +396,7 @@ class RemoteEnvironments:
                 self._answers.append(answer)
 
     def _hand_over(self, server: _RemoteServer) -> None:
-        while not self._closed.is_set():
+        while not self._closed.is_set() and not server.gone:
             calls = _take(server.outbox, None)
             if None in calls:
                 return

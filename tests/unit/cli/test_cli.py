@@ -88,6 +88,11 @@ def test_the_examples_of_eval_are_accepted(tmp_path: Path, monkeypatch: pytest.M
     assert "heldout.jsonl" in [config.data.heldout for config in loaded]
 
 
+def test_environments_are_served_to_this_machine_alone_by_default() -> None:
+    shown = invoke("environment", "serve", "--help").output
+    assert "[default: 127.0.0.1]" in " ".join(shown.replace("│", " ").split())
+
+
 def test_show_prints_the_whole_run_or_what_differs(run_yaml: Path) -> None:
     show = partial(invoke, "config", "show", run_yaml, "optimizer.lr=1e-5")
     assert set(yaml.safe_load(show().stdout)) == set(RunConfig.model_fields)

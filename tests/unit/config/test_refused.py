@@ -185,6 +185,15 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
             [OVERLAP, FREE, OUTSIDE],
             "train.schedule = overlap: evaluations cannot share environment.agent.port = 8600; set evaluate.every = 0",
         ),
+        # environments
+        (["environment.name=calculator", "rollout={partial: true, oversample: 1.5, uncorrected: true}"], "cannot be put aside"),
+        (["environment.name=calculator", PENALISE, "rollout.overlong.buffer=4"], "penalise with environment"),
+        (["environment.name=calculator", "reward.verifier=exact"], "rewards come from the environment"),
+        (["environment={name: calculator, servers: ['http://a:1']}"], "environment.servers needs environment.key_file"),
+        (["environment={name: calculator, servers: ['a:1'], key_file: k}"], "'a:1' is no address"),
+        (["environment={name: calculator, max_tokens: 1}"], "leaves no room"),
+        (["environment={name: 'a.py:A', special_tokens: true, observations: user}"], "messages never have any"),
+        (["environment={name: 'a.py:A', adapter: agent, observations: text}"], "agent, which sends messages"),
         # servers and weights
         ([f"{SERVER}.transport=ipc"], "trainer and servers on the same GPUs, not placement = local"),
         ([f"{SERVER}={{transport: ipc, placement: external, registry: /r}}"], "GPUs, not placement = external"),

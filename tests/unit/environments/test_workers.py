@@ -25,6 +25,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, token_ids
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
+from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import Episode
 from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult, read_key
@@ -32,7 +33,6 @@ from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteE
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
-from tests.support.cli import invoke
 from tests.support.episodes import VOCABULARY, FakeHost, FakeSamples, Letters
 from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
@@ -67,9 +67,8 @@ REWARDS = {"fine": 1.0, "ends at once": 0.25, "never ends": 0.0} | {
 TURNS = {"ends at once": 1, "never ends": 4}
 """Of the model; two where it is not said. Between two of them the environment writes one token."""
 
-
 OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
-GAME = {"name": "guess_number", "timeout_s": 600.0}
+GAME: dict[str, Any] = {"name": "guess_number", "timeout_s": 600.0}
 
 
 def opened(environment: dict[str, Any], reward: dict[str, Any] | None = None) -> EnvironmentTask:
@@ -169,24 +168,6 @@ def test_a_rehearsal_refuses_what_cannot_begin() -> None:
             pool.rehearse([Problem(each, "", "messages at reset") for each in "ab"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rollout": {"partial": True, "oversample": 1.5, "uncorrected": True}}, "an episode cannot be put aside"),
-        ({"rollout": {"truncated": "penalise", "overlong": {"buffer": 4}}}, "penalise with environment"),
-        ({"reward": {"verifier": "exact"}}, "rewards come from the environment"),
-        ({"environment": {"name": "calculator", "servers": ["http://a:1"]}}, "environment.servers needs environment.key_file"),
-        ({"environment": {"name": "calculator", "servers": ["a:1"], "key_file": "k"}}, "'a:1' is no address"),
-        ({"environment": {"name": "calculator", "max_tokens": 1}}, "leaves no room"),
-        ({"environment": {"name": "a.py:A", "special_tokens": True, "observations": "user"}}, "messages never have any"),
-        ({"environment": {"name": "a.py:A", "adapter": "agent", "observations": "text"}}, "agent, which sends messages"),
-    ],
-)
-def test_what_episodes_cannot_do_is_refused_before_anything_starts(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RunConfig.model_validate({"environment": {"name": "calculator"}, **change})
-
-
 @pytest.fixture
 def unplayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker is started."""
@@ -278,8 +259,8 @@ def test_heldout_problems_are_played_and_scored_in_their_order(monkeypatch: pyte
 
 
 @contextlib.contextmanager
-def serving(key: str, **changes: Any) -> Iterator[EnvironmentService]:
-    service = EnvironmentService(EnvironmentConfig(**{**OWN, **changes}), host="127.0.0.1", port=0, key=key)
+def serving(key: str, port: int = 0, **changes: Any) -> Iterator[EnvironmentService]:
+    service = EnvironmentService(EnvironmentConfig(**{**OWN, **changes}), host="127.0.0.1", port=port, key=key)
     thread = threading.Thread(target=service.serve)
     thread.start()
     try:
@@ -364,11 +345,6 @@ def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
         RemoteEnvironments(EnvironmentConfig(**{**OWN, "servers": (service.url,), "key_file": tmp_path / "key"}))
 
 
-def test_the_command_serves_this_machine_alone_unless_it_is_told_another_address() -> None:
-    shown = invoke("environment", "serve", "--help").output
-    assert "[default: 127.0.0.1]" in " ".join(shown.replace("│", " ").split())
-
-
 def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
     key = read_key(tmp_path / "key", write=True)
     assert read_key(tmp_path / "key") == key == read_key(tmp_path / "key", write=True)
@@ -399,39 +375,34 @@ def service(key_file: Path) -> Iterator[EnvironmentService]:
         yield service
 
 
+def begin(host: RemoteEnvironments, *metadata: str) -> dict[int, EpisodeAnswer]:
+    for episode, context in enumerate(metadata):
+        host.call(episode, ["reset", Problem("p", "", "3", {"context": context}).to_json(), 0, False])
+    answers: dict[int, EpisodeAnswer] = {}
+    while len(answers) < len(metadata):
+        answers |= {answer.episode: answer for answer in host.poll(1.0)}
+    for episode in answers:
+        host.end(episode)
+    return answers
+
+
+def trainer(key_file: Path, *servers: str) -> contextlib.closing[RemoteEnvironments]:
+    config = EnvironmentConfig.model_validate({**GAME, "servers": servers, "key_file": key_file})
+    return contextlib.closing(RemoteEnvironments(config))
+
+
 def play_an_episode(service: EnvironmentService, key_file: Path) -> None:
-    config = EnvironmentConfig.model_validate({**GAME, "servers": [service.url], "key_file": key_file})
-    with contextlib.closing(RemoteEnvironments(config)) as host:
-        host.call(0, ["reset", Problem("p", "", "7").to_json(), 0, False])
-        while not (answers := host.poll(1.0)):
-            continue
-        assert answers[0].error is answers[0].lost is None
-
-
-@contextlib.contextmanager
-def beginning_on(service: EnvironmentService, key_file: Path) -> Iterator[Any]:
-    config = EnvironmentConfig.model_validate({**GAME, "servers": [service.url], "key_file": key_file})
-    with contextlib.closing(RemoteEnvironments(config)) as host:
-
-        def begin(*metadata: str) -> dict[int, EpisodeAnswer]:
-            for episode, context in enumerate(metadata):
-                host.call(episode, ["reset", Problem("p", "", "3", {"context": context}).to_json(), 0, False])
-            answers: dict[int, EpisodeAnswer] = {}
-            while len(answers) < len(metadata):
-                answers |= {answer.episode: answer for answer in host.poll(1.0)}
-            for episode in answers:
-                host.end(episode)
-            return answers
-
-        yield begin
+    with trainer(key_file, service.url) as host:
+        answer = begin(host, "")[0]
+    assert answer.error is answer.lost is None
 
 
 def test_calls_beyond_the_longest_request_are_sent_in_pieces(
     service: EnvironmentService, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tepo_megatron.tasks.environments.service._MAX_REQUEST_BYTES", 2**16)
-    with beginning_on(service, key_file) as begin:
-        answers = begin(*["x" * 4000] * 40, "x" * 2**16, "x" * 60_000)
+    with trainer(key_file, service.url) as host:
+        answers = begin(host, *["x" * 4000] * 40, "x" * 2**16, "x" * 60_000)
     assert not any(answer.lost for answer in answers.values())
     (failed,) = (answer for answer in answers.values() if answer.error is not None)
     assert failed.episode == 40
@@ -442,12 +413,27 @@ def test_a_server_that_failed_is_asked_again(
     service: EnvironmentService, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tepo_megatron.tasks.environments.service._RETRY_INTERVAL_S", 0.01)
-    with beginning_on(service, key_file) as begin:
+    with trainer(key_file, service.url) as host:
         for _ in range(2):
-            assert not begin("")[0].lost
+            assert not begin(host, "")[0].lost
             service._sessions.clear()  # a server that was started again knows none
-            lost = begin("")[0].lost
+            lost = begin(host, "")[0].lost
             assert lost == f'{service.url} answered with status 404: {{"error": "no such session"}}'
+
+
+def test_a_server_that_is_not_there_yet_is_asked_again(
+    service: EnvironmentService, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service._RETRY_INTERVAL_S", 0.01)
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        with trainer(key_file, f"http://127.0.0.1:{port}", service.url) as host:
+            assert f"http://127.0.0.1:{port} does not answer" in str(host.notice)
+            assert not begin(host, "")[0].lost
+            with serving(key_file.read_text(), port, **GAME) as late:
+                assert eventually(lambda: not host.poll(0.0) and not host._servers[0].gone)
+                assert not begin(host, "")[0].lost
+                assert next(late._numbers) == 1  # it had the episode
 
 
 def test_a_server_that_waits_for_calls_is_stopped_at_once(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
