@@ -112,7 +112,7 @@ class EnvironmentService:
     def _hand_over(self, session: _Session, episode: int, call: list[Any]) -> None:
         if call[0] != "step":
             self._forget(session, episode)
-        if call[0] == "reset":
+        if call[0] == "reset" and session in list(self._sessions.values()):
             session.numbers[episode] = next(self._numbers)
             self._owners[session.numbers[episode]] = (session, episode)
         number = session.numbers.get(episode)

@@ -436,6 +436,20 @@ def test_a_server_that_is_not_there_yet_is_asked_again(
                 assert next(late._numbers) == 1  # it had the episode
 
 
+def test_calls_of_an_ended_session_take_no_room() -> None:
+    service = EnvironmentService(EnvironmentConfig.model_validate(GAME), host="127.0.0.1", port=0, key="")
+    path = f"/sessions/{service.answer('POST', '/sessions', {'environment': service._described})[1]['session']}"
+    for episode in range(2):
+        call = ["reset", Problem("p", "", "3").to_json(), 0, False]
+        assert service.answer("POST", f"{path}/calls", [[episode, call]]) == (200, {})
+    service.answer("DELETE", path, None)
+    for _ in range(2):
+        service._work()
+    service.stop()
+    service.serve()
+    assert not service._owners
+
+
 def test_a_server_that_waits_for_calls_is_stopped_at_once(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.tasks.environments.service._IDLE_S", 2 * TIMEOUT_S)
     with serving(key_file.read_text(), **GAME) as service:
