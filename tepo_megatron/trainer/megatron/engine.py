@@ -149,8 +149,7 @@ class Engine:
             refused = error
         if (sentence := self.broadcast_from_root(refused and str(refused))) is not None:
             raise refused or ValueError(sentence)
-        batch = broadcast(packed, self.platform.device)
-        return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # not read again
+        return broadcast(packed, self.platform.device)
 
     def _pack(self, rollouts: list[Rollout], teachers: Sequence[int] | None) -> Batch:
         rollout = self.config.rollout
@@ -166,7 +165,9 @@ class Engine:
             reward_parts=self._reads_parts,
             cut_episodes=self.config.environment is not None,
         )
-        return packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
+        packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
+        # here and not on every rank, whose GPU may add in another order
+        return packed.with_(advantages_S=self.objective.advantages(packed), reward_parts_SK=None)
 
     def score(self, batch: Batch) -> Batch:
         try:
