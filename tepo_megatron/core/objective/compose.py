@@ -270,7 +270,8 @@ class Objective:
 
         advantage_T, logprob_T = self._token_advantages(batch), inside(scores.logprob)
         old_T, entropy_T = inside(batch.old_logprobs_T), inside(scores.entropy)
-        slope_T = scores.entropy_slope
+        slope_T = scores.entropy_slope if self.needs_entropy_slope else None
+        whole = self.config.distill is not None and self.config.distill.of != "sampled"
         return TokenValues(
             mask_T=mask_T,
             index_T=index_T,
@@ -281,7 +282,7 @@ class Objective:
             delta_T=logprob_T - old_T,
             reference_delta_T=moved_from(batch.reference_logprobs_T, needed=self.needs_reference),
             teacher_delta_T=moved_from(batch.teacher_logprobs_T, needed="teacher" in self.config.needs),
-            divergence_T=None if scores.divergence is None else inside(scores.divergence),
+            divergence_T=inside(scores.divergence) if scores.divergence is not None and whole else None,
             entropy_T=entropy_T,
             entropy_change_T=None if batch.old_entropy_T is None else entropy_T.detach() - inside(batch.old_entropy_T),
             entropy_slope_T=None if slope_T is None else inside(slope_T.detach()),

@@ -86,6 +86,8 @@ NEW_EACH_TIME = made(
     OwnPenalty, prepare=lambda self, step: next(COUNTER), penalty=lambda self, values, prepared: prepared * values.delta_T**2
 )
 ALTERNATES = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
+FALLING = made(OwnMask, choose=lambda self, values, prepared: values.entropy_slope_T < 0)
+PULLED = made(OwnPenalty, penalty=lambda self, values, prepared: 0.1 * values.divergence_T)
 IN_PLACE = [
     ("values.delta_T", made(OwnRatio, log_ratio=lambda self, values: values.delta_T.clamp_(-0.2, 0.2))),
     ("values.advantage_T", region(lambda ratio_T, values: ratio_T * values.advantage_T.clamp_(-1.0, 1.0))),
@@ -112,6 +114,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("mine is documented", Unexplained(), "^Unexplained.sigma has no docstring; write what it means"),
     *(("changes no input", kind, rf"'mine': Mine\.\w+ changes {tensor} in place, which others") for tensor, kind in IN_PLACE),
     ("can be computed", RAISES, r"^it raised AttributeError: 'TokenValues' .* 'advantages' \(.*test_checking\.py, line \d+\)$"),
+    *(("can be computed", kind, "^it raised TypeError: .*'NoneType'") for kind in (FALLING, PULLED)),  # as in a run
 ]
 
 
@@ -140,6 +143,9 @@ def test_a_field_that_takes_some_numbers_only_acts_by_one_that_it_takes():
 def test_what_is_right_passes():
     """And so do the presets: test_presets.py."""
     check_objective(ObjectiveConfig(preset="grpo", trust_region=Documented()))
+    told = made(type(FALLING), "It says what it reads.", needs=property(lambda self: frozenset({"entropy_slope"})))
+    check_objective(ObjectiveConfig(preset="grpo", mask=told))
+    check_objective(ObjectiveConfig(preset="grpo", penalty=PULLED, distill={"of": "all"}))
     check_objective(ObjectiveConfig(preset="gdpo", advantage={"weights": [1.0, 2.0, 0.5]}), steps=2, reward_parts=3)
 
 
