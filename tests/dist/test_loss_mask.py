@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import Objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tests.support.engines import Split, Worlds, assert_first_moments, make_engine, save_checkpoint
@@ -34,7 +35,8 @@ def rollouts() -> list[Rollout]:
     for number, mask in enumerate(MASKS):
         ids = generator.integers(1, VOCABULARY, 2 + mask.size)
         logprobs, version = np.where(mask, -1.0, 0.0), WeightsVersion(0)
-        made.append(Rollout("p", 0, ids[:2], ids[2:], logprobs, "stop", version, reward=float(number % 3 == 1), loss_mask=mask))
+        rated: dict[str, Any] = {"reward": float(number % 3 == 1), "reward_parts": {f"of_source_{number % 2}": 1.0}}
+        made.append(Rollout("p", 0, ids[:2], ids[2:], logprobs, "stop", version, **rated, loss_mask=mask))
     return made
 
 
@@ -45,7 +47,8 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
             "engine": {"parallel": split.parallel, "micro_batch_tokens": 50},
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0, "warmup_steps": 0},
             "rollout": {"sampling": {"temperature": 1.0}},
-        }
+        },
+        Objective(ObjectiveConfig()),  # one's own, which may read components of rewards
     )
     is_root = engine.ranks.rank == 0
     with pytest.raises(ValueError, match="has no reward"):  # on every rank

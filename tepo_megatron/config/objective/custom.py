@@ -89,7 +89,8 @@ class OwnAdvantage(CustomKind):
         """Returns one advantage for each response of a whole rollout batch: float [S], finite, whatever the responses' order.
 
         ``batch``: `Batch` with ``rewards_S`` fp32, ``groups_S`` int64 (equal numbers make a group), ``loss_mask_T``, and
-        ``reward_parts_SK`` if the verifier returns components. The result's gradient is dropped.
+        ``reward_parts_SK`` if verifiers return the same components; a response without any has its reward in each. The result's
+        gradient is dropped.
         """
 
 

@@ -154,6 +154,8 @@ class Engine:
     def _pack(self, rollouts: list[Rollout], teachers: Sequence[int] | None) -> Batch:
         rollout = self.config.rollout
         replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
+        kinds = {frozenset(item.reward_parts) for item in rollouts if item.reward_parts}
+        is_mixed = len(kinds) > 1 and self.config.environment is None and self.config.objective.advantage.kind != "gdpo"
         check_judged(rollouts, teachers, self.config)
         check_recorded(rollouts, routes_of=self.spec if replays else None, sampling_masks=truncates)
         packed = pack(
@@ -162,7 +164,7 @@ class Engine:
             routes=replays,
             sampling_masks=truncates,
             top_tokens=self.config.objective.teacher_top_k > 0,
-            reward_parts=self._reads_parts,
+            reward_parts=self._reads_parts and not is_mixed,  # of several verifiers, where columns would change between steps
             cut_episodes=self.config.environment is not None,
         )
         packed = packed if teachers is None else packed.with_(teachers_S=torch.tensor(teachers))
