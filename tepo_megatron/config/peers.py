@@ -324,9 +324,9 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
     if warmup > 0:
         made["optimizer.warmup_steps"] = updates * actor.get("ppo_epochs", 1) * warmup
     if actor.get("use_kl_loss"):
-        kinds = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
         made["objective.kl.coefficient"] = actor.get("kl_loss_coef", 0.001)
-        made["objective.kl.estimator"] = kinds.get(str(actor.get("kl_loss_type", "low_var_kl")))
+    else:
+        result.pop("objective.kl.estimator", None)
     if read.get("algorithm.use_kl_in_reward"):
         set_one = f"no KL is set; objective.kl.coefficient = {read.get('algorithm.kl_ctrl.kl_coef', 0.001)} sets one"
         left.append(f"algorithm.use_kl_in_reward = true: {'the KL is of use_kl_loss' if actor.get('use_kl_loss') else set_one}")

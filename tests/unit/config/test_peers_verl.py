@@ -14,14 +14,20 @@ def test_gspo_of_verl_has_its_own_aggregation_and_no_dual_clip() -> None:
     assert objective == load_run(None, ["objective={preset: gspo, trust_region: {low: 3.0e-4, high: 3.0e-4}}"]).objective
 
 
+DAPO = "{preset: dapo, trust_region: {low: 0.2, high: 0.3, dual: 3.0}"
+
+
 @pytest.mark.parametrize(
     ("actor", "low", "objective"),
     [
         ("policy_loss: {loss_mode: geo_mean}", 0.2, "{preset: gmpo, trust_region: {low: 0.2, high: 0.3}}"),
         ("policy_loss: {loss_mode: sapo}, tau_pos: 2.0", 0.2, "{preset: sapo, trust_region: {tau_positive: 2.0}}"),
-        ("tau_pos: 1.0, tau_neg: 1.05", 0.2, "{preset: dapo, trust_region: {low: 0.2, high: 0.3, dual: 3.0}}"),
+        ("tau_pos: 1.0, tau_neg: 1.05", 0.2, f"{DAPO}}}"),
         ("policy_loss: {loss_mode: cispo}", 0.2, "{preset: cispo, trust_region: {low: 0.2, high: 0.3}}"),
         ("policy_loss: {loss_mode: cispo}", 10, "{preset: cispo, trust_region: {high: 0.3}}"),
+        ("use_kl_loss: true, kl_loss_type: k3+", 0.2, f"{DAPO}, kl: {{coefficient: 0.001, estimator: k2}}}}"),
+        ("use_kl_loss: true, kl_loss_type: mse", 0.2, f"{DAPO}, kl: {{coefficient: 0.001, estimator: k2}}}}"),
+        ("use_kl_loss: false, kl_loss_type: k3+", 0.2, f"{DAPO}}}"),
         ("policy_loss: {loss_mode: clip_cov}", 0.2, "{preset: clip_cov, trust_region: {low: 0.2, high: 0.3}}"),
     ],
 )
@@ -64,6 +70,7 @@ PENALISED = "{truncated: penalise, overlong: {buffer: 128, penalty: 0.5}}"
         (GROUPS.format("false", 4, ""), "{}", None),
         ("actor_rollout_ref: {rollout: {dtype: float32}}", "{server: {dtype: float32}}", None),
         ("actor_rollout_ref: {rollout: {dtype: float16}}", "{}", "known are"),
+        ("actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_type: full}}", "{}", 'kl_loss_type = "full": known are'),
     ],
 )
 def test_what_verl_samples_with_is_kept_or_said(text: str, rollout: str, said: str | None) -> None:
