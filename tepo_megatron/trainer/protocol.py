@@ -244,6 +244,8 @@ def check_plugins(config: RunConfig) -> None:
     for rule, problem in ObjectiveChecks(config.objective, reward_parts=parts).invariance():
         if problem:
             plugins = ", ".join(config.objective.plugins)
+            if "IndexError" in problem and "reward_parts" in config.objective.needs and not config.reward.weights:
+                problem += "; a reward had 2 components here: if yours has others, name them in reward.weights"
             raise ValueError(
                 f"the objective, with {plugins}, breaks a rule ({rule}): {problem} ('tepo objective check' tries all rules)"
             )

@@ -156,11 +156,30 @@ def test_a_test_of_ones_own_gets_all_that_is_wrong_in_one_error():
         check_objective(ObjectiveConfig(preset=str(ROOT / EXAMPLE / "mean_of_means.yaml")), steps=2)
 
 
-def test_a_run_refuses_it_before_anything_is_started():
+THIRD = """
+from typing import Literal
+
+from tepo_megatron import OwnAdvantage
+
+
+class Third(OwnAdvantage):
+    kind: Literal["third"] = "third"
+
+    def advantages(self, batch):
+        return batch.reward_parts_SK[:, 2]
+"""
+
+
+def test_a_run_refuses_it_before_anything_is_started(tmp_path):
     """Rank 0 asks while it reads what the run needs."""
     check_plugins(load_run(None, [f"objective.preset={ROOT}/{EXAMPLE}/my_sapo.yaml"]))
     with pytest.raises(ValueError, match=r"mean_of_means\.py, breaks a rule \(micro-batches\): the loss is .* in one piece"):
         check_plugins(load_run(None, [f"objective.preset={ROOT}/{EXAMPLE}/mean_of_means.yaml"]))
+    (tmp_path / "third.py").write_text(THIRD)
+    settings = [f"objective.plugins=[{tmp_path}/third.py]", "objective.advantage.kind=third"]
+    with pytest.raises(ValueError, match=r"it raised IndexError: .*; a reward had 2 components here: .* in reward\.weights"):
+        check_plugins(load_run(None, settings))
+    check_plugins(load_run(None, [*settings, "reward.weights={a: 1, b: 1, c: 1}"]))
 
 
 def test_the_command_line_lists_shows_and_checks_ones_own(monkeypatch):
