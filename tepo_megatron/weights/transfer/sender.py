@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class ShardSender:
                 relayed=bool(self._routes.sources),
                 or_gloo=self._or_gloo,
             )
-            self._store.set(ReceiveOrder.key(worker), order.encode())
+            self._store.set(ReceiveOrder.key(worker), order.encode())  # type: ignore[arg-type]  # takes bytes
         self._rendezvous = [host, place]
         return place
 
@@ -189,12 +190,13 @@ class ReceiveOrder:
     def key(rank: int) -> str:
         return f"order/{rank}"
 
-    def encode(self) -> str:
-        return _ORDERS.dump_json(self).decode()
+    def encode(self) -> bytes:
+        # of many experts it is more than the 8 MiB that a TCPStore takes
+        return zlib.compress(_ORDERS.dump_json(self), level=1)
 
     @staticmethod
-    def decode(text: str | bytes) -> ReceiveOrder:
-        return _ORDERS.validate_json(text)
+    def decode(data: bytes) -> ReceiveOrder:
+        return _ORDERS.validate_json(zlib.decompress(data))
 
     @property
     def wire(self) -> torch.dtype:

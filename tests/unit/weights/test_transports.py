@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.weights.geometry import ReshardPlan
+from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import move, sender, transports
-from tepo_megatron.weights.transfer.sender import ShardSender
+from tepo_megatron.weights.transfer.sender import ReceiveOrder, ShardSender
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransferError, TransportSpec, connect, listen
 from tepo_megatron.weights.transfer.transports import Introduction, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
@@ -308,3 +308,13 @@ def test_a_rank_that_cannot_reach_the_meeting_says_so_itself(tmp_path: Path) -> 
 def test_a_member_without_a_gpu_is_told_what_to_set(name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {name} needs CUDA on both"):
         join(name, HashStore(), Member(1, 2, CPU, HOST), 1.0)
+
+
+def test_an_order_of_many_experts_passes_through_the_store() -> None:
+    """torch's TCPStore closes the connection at a value above 8 MiB."""
+    regions = [Region(Box((192 * row, 0), (192 * row + 192, 4096))) for row in range(256)]
+    names = [f"model.layers.{layer}.mlp.experts.routed_experts.w13_weight" for layer in range(180)]
+    ends = [move.MoveEnd(row % 8, name, name, region) for name in names for row, region in enumerate(regions)]
+    order, store = ReceiveOrder(ends, "bfloat16", 2**20), TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store.set("order", order.encode())  # type: ignore[arg-type]  # takes bytes
+    assert ReceiveOrder.decode(store.get("order")) == order
