@@ -33,7 +33,8 @@ class TeacherConfig(Section):
 
     @property
     def served(self) -> ServerConfig:
-        return ServerConfig() if self.server is None else self.server
+        # vLLM loads its weights itself
+        return (self.server or ServerConfig()).model_copy(update={"transfer": "gather"})
 
     @property
     def local_workers(self) -> int:
@@ -45,7 +46,8 @@ class TeacherConfig(Section):
             yield "server is for a teacher with place = server; set that, or leave server out"
         if self.served.placement == "colocated":
             yield "server.placement = colocated takes turns with the trainer, and a teacher scores meanwhile; set another"
-        for name, value in self.served._changed("transfer", "transport", "transfer_timeout_s", "routing_replay").items():
+        server = self.server or ServerConfig()
+        for name, value in server._changed("transfer", "transport", "transfer_timeout_s", "routing_replay").items():
             yield f"server.{name} = {value} is for the policy's servers, which get its weights; leave it out"
         if self.served.load_format == "dummy":
             yield "server.load_format = dummy: no update would ever bring a teacher's weights; leave it out"

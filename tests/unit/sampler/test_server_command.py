@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
+from tepo_megatron.config.teachers import TeacherConfig
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.machine import Machine, read_cores, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
@@ -305,6 +306,8 @@ def test_experts_that_vllm_pads_to_blocks_are_refused_unless_it_loads_them_itsel
     blocks: dict[str, Any] = {"quantization": "fp8_per_block", "dtype": "bfloat16"}
     for config in (blocks, {"tp": 4}, blocks | {"tp": 4, "transfer": "gather"}):
         sampler_spec().check_model(ServerConfig.model_validate(config), spec)
+    teacher = TeacherConfig.model_validate({"path": "a", "place": "server", "server": blocks | {"tp": 4}})
+    sampler_spec().check_model(teacher.served, spec)
     for tp, changed, size in ((4, spec, "192 × 256"), (1, replace(spec, hidden_size=160), "768 × 160")):
         with pytest.raises(ValueError, match=rf"part of an expert is {size}, .* set rollout.server.transfer = gather"):
             sampler_spec().check_model(ServerConfig.model_validate(blocks | {"tp": tp}), changed)
