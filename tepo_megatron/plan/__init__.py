@@ -170,7 +170,7 @@ class Plan:
             longest = self.lengths.longest
             if not self.servers_elsewhere:
                 yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
-                if problem := self.server.update_problem(config):
+                if problem := self.server.update_problem(config, self.spec):
                     yield problem
             for field, served, spec in _served_teachers(config):
                 worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
@@ -242,7 +242,7 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     if config.rollout.replay is None:
         for field, server, served in (("rollout.server", config.rollout.server, spec), *_served_teachers(config)):
-            check_server_split(served, server.tp, field)
+            check_server_split(served, server.tp, field, server.quantization, server.transfer)
     if config.rollout.server.routing_replay:
         spec.check_routing_replay()
     if config.model.lora is not None and config.model.lora.serve == "adapter":

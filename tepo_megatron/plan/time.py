@@ -74,15 +74,16 @@ class ServerMemory:
             concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
         )
 
-    def update_problem(self, config: RunConfig) -> str | None:
+    def update_problem(self, config: RunConfig, spec: ModelSpec) -> str | None:
         server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
         room = (1 - server.gpu_memory_utilization) * memory + self.workspace
         if config.is_colocated or not config.engine.wants_gpus or self.waiting <= room:
             return None  # colocated servers have no cache during an update
+        blocks = "" if VllmParallel(tp=server.tp).pads_blocks(spec) else "choose fp8_per_block, "
         return (
             f"a vLLM worker holds {self.waiting / GIB:.1f} GiB of weights in full precision until an update is there whole, as "
             f"rollout.server.quantization = {server.quantization} compares those of all workers, and has {room / GIB:.1f} GiB "
-            "for them; choose fp8_per_block, raise rollout.server.tp, or lower rollout.server.gpu_memory_utilization by "
+            f"for them; {blocks}raise rollout.server.tp, or lower rollout.server.gpu_memory_utilization by "
             f"{math.ceil(100 * (self.waiting - room) / memory) / 100:g}"
         )
 

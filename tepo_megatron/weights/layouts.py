@@ -334,6 +334,9 @@ class VllmParallel:
         if problems:
             raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
 
+    def pads_blocks(self, spec: ModelSpec) -> bool:
+        return spec.experts is not None and (spec.ffn_size // self.tp % 128 > 0 or spec.hidden_size % 128 > 0)
+
     def layouts(self, spec: ModelSpec) -> list[ShardLayout]:
         self.check(spec)
         ranks = [self._layout(spec, tp_rank, pp_rank) for pp_rank in range(self.pp) for tp_rank in range(self.tp)]
@@ -356,11 +359,17 @@ class VllmParallel:
         )
 
 
-def check_server_split(spec: ModelSpec, tp: int, field: str) -> None:
+def check_server_split(spec: ModelSpec, tp: int, field: str, quantization: str, transfer: str) -> None:
     try:
         VllmParallel(tp=tp).check(spec)
     except ValueError as error:
         raise ValueError(f"{field}.tp = {tp} does not fit this model: {error}") from None
+    if quantization == "fp8_per_block" and transfer == "reshard" and VllmParallel(tp=tp).pads_blocks(spec):
+        raise ValueError(
+            f"{field}.quantization = fp8_per_block: a worker's part of an expert is {spec.ffn_size // tp} × "
+            f"{spec.hidden_size}, which vLLM pads to multiples of 128; set {field}.transfer = gather, or another "
+            "quantization or tp"
+        )
 
 
 def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> Iterator[ParamMapping]:

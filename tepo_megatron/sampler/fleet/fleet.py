@@ -237,14 +237,7 @@ class Fleet(ServerPool, Sampler):
 
 
 def _check_model(config: ServerConfig, spec: ModelSpec) -> None:
-    check_server_split(spec, config.tp, "rollout.server")
-    size, width = spec.ffn_size // config.tp, spec.hidden_size
-    in_blocks = config.quantization == "fp8_per_block" and config.transfer == "reshard"
-    if in_blocks and spec.experts is not None and (size % 128 or width % 128):
-        raise ValueError(
-            f"rollout.server.quantization = fp8_per_block: a worker's part of an expert is {size} × {width}, which vLLM pads "
-            "to multiples of 128; set rollout.server.transfer = gather, or another quantization or tp"
-        )
+    check_server_split(spec, config.tp, "rollout.server", config.quantization, config.transfer)
 
 
 def _check_machine(config: ServerConfig, spec: ModelSpec) -> None:

@@ -422,6 +422,19 @@ def test_what_could_not_be_trained_is_refused(parallel: tuple[str, ...], message
         moe_plan("sequence_parallel=false", *parallel)
 
 
+def test_blocks_that_vllm_pads_are_neither_planned_nor_suggested() -> None:
+    def served(quantization: str, *more: str) -> Plan:
+        model = ("model.path=/m/Qwen3-30B-A3B", "engine.parallel.tp=4", "engine.parallel.dp=4", "rollout.uncorrected=true")
+        settings = (f"quantization={quantization}", *more)
+        return plan(*model, *(f"rollout.server.{setting}" for setting in settings), path=LLAMA)
+
+    with pytest.raises(ValueError, match=r"fp8_per_block: a worker's part of an expert is 192 × 2048, .*transfer = gather"):
+        served("fp8_per_block")
+    served("fp8_per_block", "transfer=gather")
+    problem = served("fp8_per_tensor", "gpu_memory_utilization=0.95").problems[-1]
+    assert "GiB for them; raise rollout.server.tp, or lower" in problem
+
+
 def test_a_model_that_does_not_suit_fp8_is_refused() -> None:
     with pytest.raises(ValueError, match=r"first_layers_bf16 = 29 is more than the 28 layers of a pipeline stage"):
         plan("engine.fp8.recipe=tensorwise", "engine.fp8.first_layers_bf16=29", path=QWEN)
