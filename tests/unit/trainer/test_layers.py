@@ -363,6 +363,20 @@ def test_no_merged_weight_waits_for_the_backward_pass() -> None:
     found.sum().backward()
 
 
+def test_each_tensor_of_a_layer_of_many_experts_is_looked_at_once(monkeypatch: Any) -> None:
+    (_, made, _), lora, layer = adapted(torch.float32), Lora(LORA, [], None, None, {}), torch.nn.Module()
+    names = [f"weight{number}" for number in range(20)]
+    for name in names:
+        layer.register_parameter(name, torch.nn.Parameter(torch.randn(6, 7), requires_grad=False))
+        lora.add(name, BLOCKS, list(made.parameters()))
+    layer.forward = lambda inputs: [linear(inputs, getattr(layer, name)) for name in names]  # as a grouped linear
+    lora.attach([layer], dict(layer.named_parameters()))
+    looks = mock.Mock(side_effect=Tensor.untyped_storage)
+    monkeypatch.setattr(Tensor, "untyped_storage", lambda tensor: looks(tensor))
+    layer(torch.randn(5, 7, requires_grad=True))
+    assert looks.call_count == 3 * len(names), "a merged weight, and the weight and inputs that autograd saves"
+
+
 class SavesTwice(torch.autograd.Function):
     """Transformer Engine's linears save the weight as it is and as it is multiplied with: without FP8 the same.
 

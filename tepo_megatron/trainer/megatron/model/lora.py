@@ -228,7 +228,6 @@ def _with_merged_weights(
             return result
         finally:
             module._parameters.update(frozen)
-            merged.clear()  # the hook would keep it
 
     return forward
 
@@ -246,14 +245,15 @@ def _forgets(
 ) -> Callable[[Tensor], Tensor | Callable[[], Tensor]]:
     saved, recalled = Counter[str](), Counter[str]()
     again: dict[str, Tensor] = {}
+    attributes = {value.untyped_storage().data_ptr(): attribute for attribute, value in merged.items()}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        for attribute, value in merged.items():
-            if tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-                saved[attribute] += 1
-                view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-                return lambda: recall(attribute).as_strided(*view)
-        return tensor
+        attribute = attributes.get(tensor.untyped_storage().data_ptr())
+        if attribute is None:
+            return tensor
+        saved[attribute] += 1
+        view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return lambda: recall(attribute).as_strided(*view)
 
     def recall(attribute: str) -> Tensor:
         # Transformer Engine saves a weight twice and recalls both at once: merged once, and released with the second.
