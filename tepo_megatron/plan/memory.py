@@ -260,12 +260,14 @@ class TrainingRanks:
         passing = tokens * self._chosen_mlps * self.split.expert_tp / parallel.tp  # in this rank's MLPs, if evenly routed
         # the input's gradient; gradients of gate, up and their product; the gradient of the fused gate-and-up weight before it
         # is added to the fp32 buffer
-        lora = self.config.model.lora is not None
-        # with LoRA also the merged weight, which is not kept from the forward pass
-        layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp * (2 if lora else 1)
+        lora = self.config.model.lora
+        weights = 1 if lora is None else 2  # with LoRA also the merged weight, which is not kept from the forward pass
+        if lora is not None and self.has_te and spec.experts is not None and self.split.in_layers(stage, lora).experts:
+            weights *= spec.experts.count // parallel.ep  # those of a grouped linear at once
+        layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp * weights
         if stage < parallel.pp - 1:
             return 0, layer
-        row, weight = b * self.split.vocabulary / hidden, 0 if lora else b * self.split.vocabulary
+        row, weight = b * self.split.vocabulary / hidden, 0 if lora is not None else b * self.split.vocabulary
         if self.config.engine.head == "fused":
             row = row if self.config.dtype() == "float32" else 3 * row  # logits in fp32, their gradient in bf16
             logits = min(tokens, max(16, FUSED_HEAD_CHUNK[self._kind] // row)) * row

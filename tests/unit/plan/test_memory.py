@@ -422,6 +422,16 @@ def test_what_could_not_be_trained_is_refused(parallel: tuple[str, ...], message
         moe_plan("sequence_parallel=false", *parallel)
 
 
+@pytest.mark.parametrize(
+    ("layers", "target", "experts"), [("auto", "all-linear", 6), ("local", "all-linear", 0), ("auto", "q_proj", 0)]
+)
+def test_a_grouped_linear_has_the_merged_weights_of_its_experts_at_once(layers: str, target: str, experts: int) -> None:
+    lora = (f"engine.layers={layers}", "model.lora.rank=8", f"model.lora.target_modules=[{target}]")
+    one = ("tp=1", "dp=4", "sequence_parallel=false")
+    all_experts, two = (moe_plan(*one, f"ep={ep}", more=lora).worst.transient for ep in (1, 4))
+    assert all_experts - two == experts * 2 * 2 * 2 * 4096 * 14336, "gate and up, and their gradient, in bfloat16"
+
+
 def test_blocks_that_vllm_pads_are_neither_planned_nor_suggested() -> None:
     def served(quantization: str, *more: str) -> Plan:
         model = ("model.path=/m/Qwen3-30B-A3B", "engine.parallel.tp=4", "engine.parallel.dp=4", "rollout.uncorrected=true")
