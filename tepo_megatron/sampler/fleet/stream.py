@@ -24,7 +24,6 @@ FIRST_PAUSE_S = 0.1  # it doubles per repetition, up to _LAST_PAUSE_S
 _LAST_PAUSE_S = 5.0
 _QUEUE_FACTOR = 2  # longest queue of a server, in samples that it draws at once
 _ABORT_INTERVAL_S = 0.5
-_ABORT_TIMEOUT_S = 30.0  # for servers to send the parts of aborted responses
 
 
 @dataclass(eq=False)
@@ -156,13 +155,16 @@ class FleetStream:
     def abort(self) -> list[KeyedResponse]:
         self._waiting.clear()
         self._abort_sent()
-        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        limit_s = self._config.request_timeout_s  # of silence: a server may need long for the parts of all its requests
+        deadline = time.monotonic() + limit_s
         while self._sent and (left := deadline - time.monotonic()) > 0:
             try:
                 event = self._events.get(timeout=min(left, _ABORT_INTERVAL_S))
             except Empty:
                 self._abort_sent()  # it does not end a request that was being sent
                 continue
+            deadline = time.monotonic() + limit_s
+            self.on_move()
             if not isinstance(event.error, ServerFault):
                 self._settle(event)
             elif event.name in self._sent:

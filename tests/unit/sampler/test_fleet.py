@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,6 +293,25 @@ def test_an_abort_gives_what_there_is(server: FaultyServer, tmp_path: Path) -> N
         server.always = answer_well
         stream.submit("later", (1, 5), 4)
         assert len(drawn(stream)) == 1
+
+
+def test_an_abort_waits_as_long_as_parts_come(server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four come one by one, 40 seconds apart by the stream's clock."""
+    now, turns = [0.0], iter(range(4))
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.stream.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+
+    def late(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
+        turn = next(turns)
+        assert eventually(lambda: "/tepo/samples/abort" in server.calls and len(stream._sent) == 4 - turn)
+        now[0] += 40.0
+        return answer_well(server, [samples[0] | {"finish_reason": "abort"}])
+
+    server.always = late
+    with fleet_of([server], tmp_path, request_timeout_s=60.0) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        for key in range(4):
+            stream.submit(key, (1, key), 4)
+        wait_for_calls(4, server)
+        assert sorted(key for key, _, each in stream.abort() if each.finish_reason == "abort") == [0, 1, 2, 3]
 
 
 JOIN, UPDATE = "/init_weight_transfer_engine", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
