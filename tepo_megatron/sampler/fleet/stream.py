@@ -157,6 +157,7 @@ class FleetStream:
         self._abort_sent()
         limit_s = self._config.request_timeout_s  # of silence: a server may need long for the parts of all its requests
         deadline = time.monotonic() + limit_s
+        lost, cause = 0, f"no answer within {limit_s:g} s (rollout.server.request_timeout_s)"
         while self._sent and (left := deadline - time.monotonic()) > 0:
             try:
                 event = self._events.get(timeout=min(left, _ABORT_INTERVAL_S))
@@ -168,9 +169,13 @@ class FleetStream:
             if not isinstance(event.error, ServerFault):
                 self._settle(event)
             elif event.name in self._sent:
+                lost, cause = lost + len(event.request.samples), str(event.error)
                 self._forget(event.request)
         for request in list(self._sent.values()):
+            lost += len(request.samples)
             self._forget(request)
+        if lost:
+            self.pool.report_once(f"{lost} unfinished responses were lost when a step ended: {cause}")
         self._is_aborted = False
         results = list(self._ready)
         self._ready.clear()

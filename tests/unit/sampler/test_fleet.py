@@ -1,5 +1,6 @@
 """Streams of samples, and servers that share the trainer's GPUs: which requests each server gets, in which order."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -296,22 +297,25 @@ def test_an_abort_gives_what_there_is(server: FaultyServer, tmp_path: Path) -> N
 
 
 def test_an_abort_waits_as_long_as_parts_come(server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four come one by one, 40 seconds apart by the stream's clock."""
-    now, turns = [0.0], iter(range(4))
+    """Four come one by one, 40 seconds apart by the stream's clock. Then a connection breaks, and one never comes."""
+    now, turns = [0.0], iter(range(6))
     monkeypatch.setattr("tepo_megatron.sampler.fleet.stream.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
 
-    def late(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
+    def late(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes] | None:
         turn = next(turns)
-        assert eventually(lambda: "/tepo/samples/abort" in server.calls and len(stream._sent) == 4 - turn)
-        now[0] += 40.0
-        return answer_well(server, [samples[0] | {"finish_reason": "abort"}])
+        assert eventually(lambda: "/tepo/samples/abort" in server.calls and len(stream._sent) == 6 - turn)
+        now[0] += 40.0 if turn < 5 else 61.0
+        assert turn < 5 or eventually(lambda: not stream._sent)
+        return answer_well(server, [samples[0] | {"finish_reason": "abort"}]) if turn < 4 else None
 
     server.always = late
-    with fleet_of([server], tmp_path, request_timeout_s=60.0) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
-        for key in range(4):
+    with fleet_of([server], tmp_path, request_timeout_s=60.0) as (fleet, reports), fleet.sample_stream(SAMPLING) as stream:
+        for key in range(6):
             stream.submit(key, (1, key), 4)
-        wait_for_calls(4, server)
-        assert sorted(key for key, _, each in stream.abort() if each.finish_reason == "abort") == [0, 1, 2, 3]
+        wait_for_calls(6, server)
+        assert [each.finish_reason for *_, each in stream.abort()] == ["abort"] * 4
+        (report,) = reports
+        assert re.match(rf"2 unfinished responses were lost when a step ended: POST {server.url}{SAMPLES}: \w+", report)
 
 
 JOIN, UPDATE = "/init_weight_transfer_engine", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
