@@ -209,10 +209,10 @@ def _disk() -> Finding:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a run raises the soft one to it
+    if hard == resource.RLIM_INFINITY:
         return Finding("ok", "no limit")
-    return _graded(f"limit {soft}", (soft < 1024, "warn", f"ulimit -n {min(4096, hard) if hard > 0 else 4096}"))
+    return _graded(f"limit {hard}", (hard < 4096, "warn", "raise the hard limit (ulimit -Hn, or LimitNOFILE of the service)"))
 
 
 def _shared_memory() -> Finding:

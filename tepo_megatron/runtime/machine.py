@@ -25,6 +25,14 @@ class Machine:
     address_space: int = _UNLIMITED
     shared_memory: int = _UNLIMITED
 
+    @staticmethod
+    def raise_open_files() -> None:
+        # The soft limit is often 1,024: too few for connections to many servers, and for gloo's between many ranks.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            with suppress(ValueError, OSError):  # macOS says "unlimited" and means less
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
 
 def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Machine:
     """Unknown resources count as unlimited."""

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
-from tepo_megatron.runtime.machine import variable
+from tepo_megatron.runtime.machine import Machine, variable
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import refuse_pickles, removals
@@ -77,6 +77,7 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
         if FAILURE_FILE in os.environ:  # the agent's end is this rank's
             Process.end_with(variable(STARTER, os.getppid()))
         refuse_pickles()
+        Machine.raise_open_files()
         try:
             work()
         finally:

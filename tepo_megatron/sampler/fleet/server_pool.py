@@ -9,7 +9,7 @@ from typing import TypeVar, Unpack
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.fleet.external import ExternalServer, registry_for_ranks, shared_key, with_local_address
 from tepo_megatron.sampler.fleet.sync import WeightSync
@@ -21,12 +21,14 @@ from tepo_megatron.weights.architecture import read_model_spec
 
 T = TypeVar("T")
 _OTHER_FILES = 200  # of rank 0, besides its connections
+_MOST_THREADS = 2**14  # a thread takes two memory mappings, and Linux gives a process 65,530
 
 
 class ServerPool:
     """All servers but those in ``_lost`` have the weights ``_version``."""
 
     def __init__(self, config: ServerConfig, **options: Unpack[SamplerOptions]) -> None:
+        Machine.raise_open_files()
         model_dir = options["model_dir"]
         has_dummies = config.starts_with_dummies(trained=options.get("trained", False))
         self._starts_empty = has_dummies or options.get("adapter_rank") is not None
@@ -245,7 +247,7 @@ class ServerPool:
     def _client(self, server: Server | ExternalServer) -> Client:
         # Open files and threads limit the number of connections.
         files = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
-        spare = min(files, this_machine().processes // 2)
+        spare = min(files, this_machine().processes // 2, _MOST_THREADS)
         threads = max(1, min(self.config.max_num_seqs, spare // self.config.count))
         settings = (self._key, self.config.request_timeout_s, self._vocab_size, self._routed)
         return Client(server.url, *settings, versions_apart=self._keep_cache, threads=threads)

@@ -1,7 +1,6 @@
 """Checks resources and models before a server takes half a minute to refuse them."""
 
 import os
-import resource
 import socket
 import sys
 from collections.abc import Collection, Sequence
@@ -100,12 +99,9 @@ def check_machine(
 ) -> None:
     """Raises ValueError with every shortage. ``weights_bytes`` are one server's.
 
-    First raises the soft limit of open files, which servers inherit: each sequence needs a connection.
+    First raises the limit of open files, which servers inherit: each sequence needs a connection.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):  # macOS says "unlimited" and means less; the check sees what is left
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    Machine.raise_open_files()
     machine = machine or this_machine()
     workers = config.tp * servers
     # The largest process counts for files and address space, of which torch maps much that it never uses.

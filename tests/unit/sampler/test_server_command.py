@@ -30,6 +30,7 @@ from tepo_megatron.sampler.vllm.resources import check_machine, check_quantizati
 from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
+from tests.support.programs import run_python
 from tests.support.reshard_models import MOE, small_spec
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
@@ -453,6 +454,25 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(tmp_path: Path, 
         Fleet(ServerConfig(), model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert soft[resource.RLIMIT_NOFILE] == 64
+    soft[resource.RLIMIT_NOFILE], hard[resource.RLIMIT_NOFILE] = 1024, 10**6
+    external = ServerConfig(placement="external", registry=tmp_path / "r", interface="lo", count=256)
+    fleet = Fleet(external, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.server_pool.this_machine", lambda: Machine(processes=10**6))
+    assert fleet._client(Mock(url="http://localhost")).pool._max_workers == 2**14 // 256
+
+
+RANK = """
+import resource
+from tepo_megatron.runtime.rank import run_rank
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+raise SystemExit(run_rank(lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard), grace_s=60.0, warning_s=60.0))
+"""
+
+
+def test_a_rank_may_have_as_many_files_open_as_the_hard_limit_says() -> None:
+    assert run_python("-c", RANK, environment={"RANK": "0"}).stdout == "True\n"
 
 
 # -- groups of control
