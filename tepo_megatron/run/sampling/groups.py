@@ -20,6 +20,7 @@ from tepo_megatron.tasks.environments.episodes import episode_prompt
 from tepo_megatron.tasks.protocol import RewardResult
 
 _NUMBER = attrgetter("number")
+_UNKNOWN = (-1, 0, 0)
 UNFINISHED = "abort"  # ``finish_reason`` of a partial response, which a later request can continue
 
 
@@ -90,6 +91,7 @@ class GroupBuffer:
         self.changed = threading.Condition(threading.RLock())
         self.waiting: deque[Group] = deque()
         self.running: dict[int, Group] = {}
+        self._live = _UNKNOWN  # turn, groups that run, and those that will not be too old; asked per response: counting is slow
         self.done: list[Group] = []
         self.filtered: list[Group] = []
         self.version: WeightsVersion | None = None
@@ -234,6 +236,7 @@ class GroupBuffer:
                 if self.window and not any(group.samples):
                     group.version = self.version
                 self.running[group.number] = group
+                self._live = _UNKNOWN
             return claimed
 
     def wait_for_room(self, timeout_s: float, count: int = 1) -> None:
@@ -329,9 +332,11 @@ class GroupBuffer:
             steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn
             extra = _times(self._rollout.oversample, self._size) - self._size
             room = steps * self._size + extra if steps > 0 else 0
-        steps_of = [0 if group.version is None else group.version.step for group in self.running.values()]
-        live = [step for step in steps_of if self._train.stale != "drop" or self._turn - step <= self.window]
-        return room - len(live) - len(self.done)
+        if self._live[:2] != (self._turn, len(self.running)):
+            steps_of = [0 if group.version is None else group.version.step for group in self.running.values()]
+            live = [step for step in steps_of if self._train.stale != "drop" or self._turn - step <= self.window]
+            self._live = self._turn, len(self.running), len(live)
+        return room - self._live[2] - len(self.done)
 
     def _open(self) -> list[Group]:
         return [*self.waiting, *self.running.values()]

@@ -197,6 +197,25 @@ def test_a_run_may_go_back_while_its_thread_submits_requests(make: Any, monkeypa
     assert asked == [problem.id for problem in ProblemSampler(PROBLEMS, 0).next(2 * B)]
 
 
+class Looked(dict[int, Group]):
+    looks = 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
+
+
+def test_a_response_costs_no_look_at_all_running_groups(make: Any) -> None:
+    buffer = make(1, steps=100).schedule._buffer
+    groups = buffer.claim()
+    buffer.running = running = Looked(buffer.running)
+    for group in groups[:2]:
+        for _ in range(100):
+            assert buffer.claim() == []
+        decide(buffer, group, 1.0, 0.0)
+    assert 0 < running.looks <= 3
+
+
 def test_filters_refuse_any_number_of_groups_while_the_next_step_is_full(make: Any) -> None:
     buffer = make(1, steps=100, filters={"filters": ["zero_variance"], "max_batches": 1}).schedule._buffer
     groups = buffer.claim()
