@@ -298,7 +298,9 @@ class StepTime:
         scores = (2 if config.objective.needs_reference else 1) + teachers / token
         peak = _peak_flops(config, config.dtype()) * parallel.world_size
         imbalance = _stage_imbalance(ranks)
-        bubble = _bubble(config, tokens / config.train.minibatches)
+        tokens_at_once = max(config.engine.micro_batch_tokens, lengths.mean)  # a longer sequence is a micro-batch of its own
+        micro_batches = max(1.0, tokens / config.train.minibatches / parallel.dp / tokens_at_once)
+        bubble = (parallel.pp - 1) / (micro_batches * parallel.vpp)
         waits_train, waits_score = _exposed_seconds(ranks, tokens)
         waits_train *= config.train.epochs_per_batch
         waits_score *= scores
@@ -306,7 +308,6 @@ class StepTime:
         padding = ranks.padding_share(lengths.mean)
         score = (scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score) * (1 + padding)
         train = (training * trained / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
-        micro_batches = max(1.0, tokens / config.train.minibatches / parallel.dp / config.engine.micro_batch_tokens)
         return cls(
             sequences=sequences,
             tokens=tokens,
@@ -376,12 +377,6 @@ def _exposed_seconds(ranks: TrainingRanks, tokens: float) -> tuple[float, float]
         across = _link_rate(cluster, across=cluster.train_nodes > 1)
         handed_on = activations / (parallel.tp if parallel.sequence_parallel else 1) / across
     return 8 * once + 2 * handed_on, 4 * once + handed_on
-
-
-def _bubble(config: RunConfig, tokens: float) -> float:
-    parallel = config.engine.parallel
-    micro_batches = max(1.0, tokens / (parallel.dp * config.engine.micro_batch_tokens))
-    return (parallel.pp - 1) / (micro_batches * parallel.vpp)
 
 
 def _adam(ranks: TrainingRanks, stage: int) -> float:

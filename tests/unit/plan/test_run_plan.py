@@ -243,6 +243,8 @@ def test_every_minibatch_fills_the_pipeline_anew_for_scores_too() -> None:
     four, sixteen = (plan(LLAMA, REPLAY, f"train.minibatches={count}").time for count in (4, 16))
     assert sixteen.bubble == pytest.approx(4 * four.bubble)
     assert sixteen.score / four.score == pytest.approx((1 + sixteen.bubble) / (1 + four.bubble))
+    short, whole = (plan(LLAMA, f"engine.micro_batch_tokens={size}").time for size in (1024, 2560))  # 2,560 is the mean length
+    assert (short.bubble, short.exchange) == (whole.bubble, whole.exchange)  # a longer sequence is a micro-batch of its own
 
 
 def test_float32_computes_at_its_own_peak() -> None:
