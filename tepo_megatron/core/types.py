@@ -25,7 +25,7 @@ class Batch:
     """S sequences packed into T tokens: a step, a mini-batch or a micro-batch.
 
     - int64: ``tokens_T``, ``labels_T`` (the next token, or 0), ``groups_S``
-    - ``loss_mask_T`` bool: whether the model wrote the label; ``cu_seqlens`` int32 [S+1]: offsets, first 0, last T
+    - ``loss_mask_T`` bool: whether the model wrote the label; ``cu_seqlens`` int64 [S+1]: offsets, first 0, last T
     - ``sampler_logprobs_T`` is 0 outside the mask; ``old_logprobs_T`` and ``old_entropy_T`` are of the pre-update policy
     - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: experts of each *token*, unknown ones the dtype's maximum
     - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*
@@ -102,7 +102,10 @@ class Batch:
     @property
     def trained_sequences(self) -> list[int]:
         """Those with a loss token."""
-        indices: list[int] = self.sequence_index_T[self.loss_mask_T].unique().tolist()  # type: ignore[no-untyped-call]
+        import torch
+
+        before = torch.searchsorted(self.loss_mask_T.nonzero().flatten(), self.cu_seqlens.long())  # loss tokens before each
+        indices: list[int] = before.diff().nonzero().flatten().tolist()
         return indices
 
     def token_index(self, sequences: Sequence[int], offsets: Sequence[int] | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -100,16 +101,17 @@ def _ages(part: Batch, rollouts: Sequence[Rollout], step: int) -> Tensor:
 
 def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str, float]:
     """KL(π_sampler‖π_old) by k3, over each age's tokens with a finite log-prob of the trainer."""
-    gaps, olds = [], []
+    tokens, sums = defaultdict[int, int](int), defaultdict[int, float](float)
     for part, ages_T in zip(parts, ages, strict=True):
         assert part.old_logprobs_T is not None
         gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).double()
         counted_T = part.loss_mask_T & gap_T.isfinite()
-        gaps.append(gap_T[counted_T])
-        olds.append(ages_T[counted_T])
-    gap, age = torch.cat(gaps), torch.cat(olds)
-    kl = torch.expm1(gap) - gap
-    return {f"staleness/kl_{value}": float(kl[age == value].mean()) for value in age.unique().tolist()}
+        gap, age = gap_T[counted_T], ages_T[counted_T]
+        kl, counts = torch.expm1(gap) - gap, age.bincount().tolist()
+        for value in (value for value, count in enumerate(counts) if count):
+            tokens[value] += counts[value]
+            sums[value] += float(kl[age == value].sum())
+    return {f"staleness/kl_{value}": sums[value] / tokens[value] for value in sorted(tokens)}
 
 
 CACHED_TOKENS = 1
@@ -151,22 +153,23 @@ class Tolerances(NamedTuple):
         ``fresh``: the tokens of each part that the current weights drew, bool [T]; None: all. Leaves out tokens without a
         finite log-prob of the trainer; the sampler's non-finite ones count as inf. Raises RuntimeError with the worst group.
         """
-        gaps, groups = [], []
+        names = torch.cat([part.groups_S for part in parts]).unique()
+        tokens = torch.zeros(names.numel(), dtype=torch.float64, device=names.device)
+        total, largest = torch.zeros_like(tokens), torch.zeros_like(tokens)
         for index, part in enumerate(parts):
             assert part.old_logprobs_T is not None
             gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).abs().nan_to_num(nan=torch.inf)
             counted_T = part.loss_mask_T & part.old_logprobs_T.isfinite()
             if fresh is not None:
                 counted_T &= fresh[index]
-            gaps.append(gap_T[counted_T].double())
-            groups.append(part.groups_S[part.sequence_index_T][counted_T])
-        gap, (names, index_of) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
+            gap, group = gap_T[counted_T].double(), torch.searchsorted(names, part.groups_S)[part.sequence_index_T[counted_T]]
+            tokens += group.bincount(minlength=names.numel())
+            total.index_add_(0, group, gap)
+            largest.scatter_reduce_(0, group, gap, "amax")
+        names, tokens, total, largest = (values[tokens > 0] for values in (names, tokens, total, largest))
         if not names.numel():
             return {}
-        zeros = gap.new_zeros(names.numel())
-        tokens = zeros.index_add(0, index_of, torch.ones_like(gap))
-        mean = zeros.index_add(0, index_of, gap) / tokens
-        largest = zeros.scatter_reduce(0, index_of, gap, "amax")
+        mean = total / tokens
         if wrong := int((mean > self.mean + self.token / tokens).sum()):
             worst = int((mean - self.token / tokens).argmax())
             raise RuntimeError(
@@ -177,7 +180,7 @@ class Tolerances(NamedTuple):
                 "rollouts. Start again with --resume, which starts new servers"
             )
         return {
-            "canary/rollouts_mean_gap": float(gap.mean()),
+            "canary/rollouts_mean_gap": float(total.sum() / tokens.sum()),
             "canary/rollouts_worst_group": float(mean.max()),
             "canary/rollouts_max_gap": float(largest.max()),
         }

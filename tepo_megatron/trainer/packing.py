@@ -51,7 +51,7 @@ def pack(
         tokens_T=torch.from_numpy(tokens),
         labels_T=torch.from_numpy(labels),
         loss_mask_T=torch.from_numpy(mask),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends])),
         sampler_logprobs_T=torch.from_numpy(logprobs),
         teacher_logprobs_T=torch.from_numpy(judged) if any(r.teacher_logprobs is not None for r in rollouts) else None,
         top_ids_TK=top_ids_TK,

@@ -58,7 +58,7 @@ class Step(NamedTuple):
             "tokens_T": zeros_T,
             "labels_T": zeros_T,
             "loss_mask_T": torch.ones_like(zeros_T, dtype=torch.bool),
-            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
             "sampler_logprobs_T": old_T,
             "rewards_S": zeros_S.float(),
             "groups_S": zeros_S,

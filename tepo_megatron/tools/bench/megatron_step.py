@@ -128,8 +128,8 @@ class MegatronStep:
 
 
 def _packed(micro: Batch) -> _MicroBatch:
-    longest = int(micro.lengths_S.max())
-    packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    longest, cu_seqlens = int(micro.lengths_S.max()), micro.cu_seqlens.int()
+    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
     mask = micro.loss_mask_T[None].float()
     return _MicroBatch(micro.tokens_T[None], micro.labels_T[None], micro.positions_T[None], mask, None, packed)
 

@@ -238,6 +238,30 @@ def test_a_sampler_without_a_number_stops_and_a_trainer_without_one_does_not(val
     assert check(scored([[3.0, 5.0]], [0]), tolerance=math.inf)["canary/rollouts_mean_gap"] == pytest.approx(4.0)
 
 
+def test_no_tensor_of_all_tokens_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may have 2^29 tokens: a sort of them takes tens of gigabytes of rank 0's GPU."""
+    sorted_sizes, unique = [0], torch.Tensor.unique
+
+    def noted(one: torch.Tensor, **options: bool) -> Any:
+        sorted_sizes.append(one.numel())
+        return unique(one, **options)
+
+    monkeypatch.setattr(torch.Tensor, "unique", noted)
+    gaps = [math.nan, 0.5, -0.5, 0.25, 0.0, 0.0]
+    figures = figures_of([rollout(group, [(0, 0), (1, 1)], 2) for group in (7, 7, 3)], 1, 2, gaps, canary={"tolerance": 9})
+    assert figures == {
+        "staleness/kl_0": pytest.approx((math.expm1(0.5) - 0.5 + math.expm1(0.25) - 0.25) / 3, rel=1e-6),
+        "staleness/kl_1": pytest.approx((math.expm1(-0.5) + 0.5) / 2, rel=1e-6),
+        "canary/rollouts_mean_gap": pytest.approx(0.25),
+        "canary/rollouts_worst_group": pytest.approx(0.375),
+        "canary/rollouts_max_gap": 0.5,
+    }
+    masked_T = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]).bool()
+    batch = pack([rollout(group, [(0, 0)], 2) for group in range(3)]).with_(loss_mask_T=masked_T)
+    assert batch.trained_sequences == [1]
+    assert max(sorted_sizes) <= 3
+
+
 def rollout(group: int, spans: list[tuple[int, int]], tokens: int) -> Rollout:
     versions = tuple((start, WeightsVersion(step)) for start, step in spans)
     return Rollout(f"p{group}", group, [1, 2], [3] * tokens, [-1.0] * tokens, "stop", versions)
