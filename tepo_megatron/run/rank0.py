@@ -88,6 +88,7 @@ class Rank0:
         )
         self._signals = StopSignals.current()
         self._problems = inputs.by_id
+        self._sources = sorted({problem.source for problem in inputs.train} - {""})  # a single source may have no name
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
         self._returns = 0
@@ -229,7 +230,7 @@ class Rank0:
             samples = token_samples(step, rollouts, parts, updates, log.token_samples, problems, tokenizer)
             self.output.tokens.write(samples)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
-        counts |= source_figures(rollouts, self._problems, parts)
+        counts |= source_figures(self._sources, rollouts, self._problems, parts)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}
         self._returns = 0
         for sentence in filter(None, (self._objective_watch.equal_rewards(row), self._objective_watch.clip(row, updates))):

@@ -87,12 +87,9 @@ def _rollout_figures(batch: Batch) -> dict[str, float]:
 
 
 def source_figures(
-    rollouts: Sequence[Rollout], problems: Mapping[str, Problem], parts: Sequence[Batch] = ()
+    names: Sequence[str], rollouts: Sequence[Rollout], problems: Mapping[str, Problem], parts: Sequence[Batch] = ()
 ) -> dict[str, float]:
-    """Each source's share of the groups, mean reward, and divergence from its teacher before the step (k3). Empty for a single
-    unnamed source.
-    """
-    names = sorted({problem.source for problem in problems.values()} - {""})
+    """Each named source's share of the groups, mean reward, and divergence from its teacher before the step (k3)."""
     source_of = {
         rollout.problem_id: problems[rollout.problem_id].source for rollout in rollouts if rollout.problem_id in problems
     }
