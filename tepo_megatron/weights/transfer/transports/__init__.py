@@ -57,7 +57,8 @@ class Introduction:
 
         ``may_share``: returns two members that share a GPU, or "".
         """
-        present = [cls(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
+        texts = store.multi_get([f"introduction/{rank}" for rank in range(world_size)])
+        present = [cls(**json.loads(text)) for text in texts]
         for member in present:
             other = next((other for other in present if other.host != member.host), None)
             if other is not None and is_loopback(member.address):
