@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.shapes import resolve_spec
@@ -12,6 +14,8 @@ from tepo_megatron.run.step import placement
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.training import phase_limits
 from tepo_megatron.runtime.machine import Machine
+from tepo_megatron.trainer.megatron.policy import weights as policy_weights
+from tepo_megatron.weights.layouts import VllmParallel
 
 SPEC = resolve_spec("Qwen2.5-1.5B")[0]
 
@@ -163,3 +167,12 @@ def test_the_watch_allows_for_the_time_limits_of_what_a_phase_waits_for() -> Non
     assert taught["reward"] == usual["reward"] + waits
     assert ahead["rollout"] == limits("mine.py:best")["rollout"] == usual["rollout"] + usual["reward"]
     assert {name: played[name] - usual[name] for name in ("rollout", "eval")} == {"rollout": 700.0, "eval": 700.0}
+
+
+def test_the_plan_of_the_transfer_has_the_time_of_the_servers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, sender = Mock(), Mock()
+    monkeypatch.setattr(policy_weights, "reshard_plan", lambda *_: list(weights.heartbeat.phase.call_args.args))
+    monkeypatch.setattr(policy_weights, "ShardSender", sender)
+    servers: Any = {"local": {}, "dtype": torch.bfloat16, "transport": "gloo", "timeout_s": 1.0}
+    policy_weights.PolicyWeights.make_shard_sender(weights, VllmParallel(), **servers)
+    assert sender.call_args.args[0] == ["servers"]

@@ -98,6 +98,7 @@ class PolicyWeights:
         timeout_s: float,
         or_gloo: bool = False,
     ) -> ShardSender:
+        self.heartbeat.phase("servers")  # with the time of their start: a plan for a thousand workers takes many minutes
         params, lora = self.params, self.policy.lora
         return ShardSender(
             reshard_plan(self.spec, self.split, servers, local),
