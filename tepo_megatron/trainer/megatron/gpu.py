@@ -26,25 +26,27 @@ WGRAD = "fused_weight_gradient_mlp_cuda"  # apex' extension: adds weight gradien
 class _BeforeMegatron(MetaPathFinder):
     """Tries Transformer Engine before Megatron-Core's first import, and hides it if it is broken.
 
-    Megatron-Core imports it wherever it is installed and survives an ImportError only. A missing or foreign torch part raises
-    FileNotFoundError or OSError, which would end every run, those with ``engine.layers=local`` too.
+    Megatron-Core survives an ImportError only; a missing or foreign torch part raises FileNotFoundError or OSError, which would
+    end runs with ``engine.layers=local`` too.
 
     Where torch has no CUDA, Megatron-Core's functions are not compiled: a CPU gains nothing, and ``torch.compile`` imports its
-    compiler in every rank (1 s of a core, 40 MB).
+    compiler in every rank (1 s of a core, 40 MB). Nor does it import W&B (0.5 s), which no rank uses.
     """
 
     problem: str | None = None
     """Why the Transformer Engine that is installed is not used."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname == "megatron.core":
-            self._try()
-        if fullname != "megatron.core.jit":
+        execute = {"megatron.core": _without_wandb, "megatron.core.jit": _execute_jit}.get(fullname)
+        if execute is None:
             return None
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # importlib iterates over the old list
+        if execute is _without_wandb:
+            self._try()
+        else:
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # importlib iterates over the old list
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader.exec_module = partial(_execute_jit, spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = partial(execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
     def _try(self) -> None:
@@ -57,6 +59,17 @@ class _BeforeMegatron(MetaPathFinder):
             for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
                 del sys.modules[name]
             sys.modules["transformer_engine"] = None  # type: ignore[assignment] # its imports raise ModuleNotFoundError
+
+
+def _without_wandb(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    hidden = "wandb" not in sys.modules
+    if hidden:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        execute(module)
+    finally:
+        if hidden:
+            del sys.modules["wandb"]
 
 
 def _execute_jit(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
