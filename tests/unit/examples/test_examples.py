@@ -340,7 +340,7 @@ def write(folder: Path, name: str, *, samples: int, rewards: tuple[float, float]
 
 
 DISTILL = ROOT / "examples/distill"
-SMALL_DISTILL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "train.minibatches=1", "train.steps=1")
+SMALL_DISTILL = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "train.minibatches=1", "train.steps=1")
 
 
 @pytest.mark.slow

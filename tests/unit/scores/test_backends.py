@@ -3,12 +3,9 @@
 import ctypes
 import importlib.util
 import logging
-import os
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from tepo_megatron.core.scores import backend, logprob_and_entropy, native
 from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.scores.torch_sweep import RowSweeps
 from tests.support.dense_scores import BACKENDS
+from tests.support.processes import python_programs
 from tests.support.programs import TIMEOUT_S, run_python
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -105,10 +103,9 @@ def test_many_processes_compile_it_once(tmp_path):
     )
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     code = "from tepo_megatron.core.scores import native; native.library().forward_float32"
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "CXX": str(wrapper), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment) for _ in range(4)]
-    assert [process.wait(timeout=TIMEOUT_S) for process in started] == [0, 0, 0, 0]
+    with python_programs({"CXX": str(wrapper), "XDG_CACHE_HOME": str(tmp_path / "cache")}, forks=True) as start:
+        started = [start("-c", code) for _ in range(4)]
+        assert [(process.communicate(TIMEOUT_S), process.returncode) for process in started] == [(("", ""), 0)] * 4
     assert calls.read_text().split() == ["."]
     kept = sorted(path.suffix for path in (tmp_path / "cache" / "tepo_megatron").iterdir())
     assert kept == ["", ".so"]

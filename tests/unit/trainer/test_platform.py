@@ -17,7 +17,8 @@ from tepo_megatron.trainer.megatron.parallel import platform as platform_cpu
 from tepo_megatron.trainer.megatron.parallel.platform import collective_timeout
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
-from tests.support.programs import run_python
+from tests.support.processes import python_programs
+from tests.support.programs import TIMEOUT_S
 from tests.support.random_models import draw_rollouts, write_llama
 
 MODE = "torch function mode"
@@ -83,7 +84,10 @@ for interrupted in (groups, patch.object(PolicyBuilder, "policy", side_effect=Ke
 
 
 def test_a_build_that_was_interrupted_leaves_no_groups_to_the_next(model: Path) -> None:
-    assert run_python("-c", BUILDS_AGAIN, model).stdout.count("built") == 2
+    with python_programs({}, forks=True) as start:
+        process = start("-c", BUILDS_AGAIN, model)
+        out, err = process.communicate(TIMEOUT_S)
+    assert (out.count("built"), process.returncode) == (2, 0), err
 
 
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
