@@ -21,7 +21,7 @@ from tests.support.processes import python_programs
 from tests.support.programs import TIMEOUT_S
 from tests.support.random_models import draw_rollouts, write_llama
 
-MODE = "torch function mode"
+MODE = "while Megatron runs"
 PATCHES = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in platform_cpu.Platform.cpu_patches()]
 
 
