@@ -44,7 +44,9 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
             "train": {"steps": 1, "minibatches": 1},
         }
     )
+    waiting = len(torch.cuda._queued_calls)
     engine.update(engine.score(engine.batch_from_root(draw_rollouts([5] * 3))))
+    assert len(torch.cuda._queued_calls) == waiting
 
 
 @pytest.mark.slow

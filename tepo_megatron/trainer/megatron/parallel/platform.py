@@ -14,6 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
+import megatron.core.tensor_parallel.random as megatron_random
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -73,7 +74,6 @@ class Platform:
     def cpu_patches() -> list[tuple[Any, str, Any]]:
         """Returns (owner, name, replacement)."""
         import megatron.core.optimizer as megatron_optimizer
-        import megatron.core.tensor_parallel.random as megatron_random
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.optimizer import distrib_optimizer
 
@@ -132,6 +132,7 @@ def _install_cpu_patches() -> None:
 def _cuda_is_cpu() -> Iterator[None]:
     # a torch function mode, which sees every call of torch, takes a quarter of a small model's time
     patches: list[tuple[Any, str, Any]] = [(torch.Tensor, "type", _type_on_cuda)]
+    patches.append((megatron_random, "_set_cuda_rng_state", lambda *_, **__: None))  # torch would keep each call, for ever
     patches += [(torch, name, partial(_on_cpu, getattr(torch, name))) for name in ("tensor", "zeros", "ones")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
