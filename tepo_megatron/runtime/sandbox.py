@@ -156,6 +156,8 @@ def _shares_network() -> bool:
         return os.readlink("/proc/self/ns/net") == os.readlink(f"/proc/{os.getppid()}/ns/net")
     except PermissionError:  # it belongs to another namespace of users
         return False
+    except FileNotFoundError:  # /proc hides it for the same reason (hidepid=2), or the parent (0) or all of /proc is missing
+        return os.getppid() == 0 or not os.path.lexists("/proc/self/ns/net")
     except OSError:
         return True
 

@@ -21,12 +21,15 @@ from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.processes import eventually, gone
 
 WORKER = """
-import asyncio, sys
+import asyncio, os, sys
 from tepo_megatron.runtime import sandbox
 from tepo_megatron.runtime.worker_child import leave_network
 if "no landlock" in sys.argv:
     sandbox.landlock_version = lambda: 0
 assert leave_network() is None
+if "hidden parent" in sys.argv:  # as /proc with hidepid=2 does, which only an administrator mounts
+    parent = f"/proc/{os.getppid()}/ns/net"
+    os.readlink = lambda path, read=os.readlink: read("/proc/none" if path == parent else path)
 ran = asyncio.run(sandbox.Sandbox(60, 256).run(("-c", sys.argv[1]), kept=4000))
 print(ran.head.decode(), ran.limit or "")
 """
@@ -122,7 +125,7 @@ def test_a_program_limits_no_process_of_its_user(other: int, options: tuple[str,
     assert answers == ["PermissionError"] * len(attempts) + ["(9, 9)"]
 
 
-@pytest.mark.parametrize("options", [(), ("no landlock",)])
+@pytest.mark.parametrize("options", [(), ("no landlock",), ("hidden parent",)])
 def test_a_program_starts_no_process_and_has_no_power_of_root(options: tuple[str, ...]) -> None:
     attempts = "import os; os.fork()", "import subprocess; subprocess.run(['true'])", "import os; os.chown('.', 1, 1)"
     assert "done" not in printed("".join(map(TRIED.format, attempts)), *options)
