@@ -8,6 +8,7 @@ A call is ``[number, episode's number, call]`` with ``["reset", problem, seed, a
 import asyncio
 import inspect
 import json
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -151,6 +152,10 @@ def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limi
         raise ValueError(
             "environment.adapter = agent needs aiohttp for the address that agents call; pip install 'tepo-megatron[agents]'"
         ) from error
+    # Or clients of the agent, also those that its imports make, would send prompts and keys to a proxy.
+    listed = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    direct = "*" if "*" in listed else ",".join(filter(None, dict.fromkeys([*listed, "127.0.0.1"])))  # a star must be alone
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = direct
     solve = None if name == OUTSIDE else load_user_code(resolve_environment(name), f"the agent {name!r}")
     return Agents(solve, kwargs, setup, limits)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from urllib.request import proxy_bypass
 
 import httpx
 import pytest
@@ -156,6 +157,18 @@ def test_a_rehearsal_is_no_error_to_the_agent(capfd: pytest.CaptureFixture[str])
         assert capfd.readouterr().err == ""
         with pytest.raises(ValueError, match="the agent ended without asking the model anything"):
             pool.rehearse([Problem("a", "", "asks nothing")])
+
+
+@pytest.mark.parametrize("direct", ["*", "inner"])
+def test_an_agent_calls_the_model_past_the_proxy_of_its_environment(direct: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("http_proxy", "http://127.0.0.1:9"), ("no_proxy", "other"), ("NO_PROXY", direct)):
+        monkeypatch.setenv(name, value)
+    with opened(config()) as pool:
+        ((_, result, _),) = play(pool, ["fine"])
+    assert (result.error, result.reward) == (None, 1.0)
+    environment = config().environment
+    EpisodeTable({**environment.model_dump(), "agent": EnvironmentWorkers.agent_setup(environment, None)})  # as the worker
+    assert proxy_bypass("inner")
 
 
 def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
