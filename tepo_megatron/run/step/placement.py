@@ -1,3 +1,4 @@
+import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,9 +88,14 @@ class Placement:
                 f"engine.platform = cuda, but torch {torch.__version__} sees no GPU; install a CUDA build of torch, or set "
                 "engine.platform=cpu"
             )
+        server, machine = self.server, self.machine
+        if self.on_gpus and machine.local_ranks > machine.gpus:
+            raise ValueError(
+                f"{machine.local_ranks} ranks run on {socket.gethostname()}, where torch sees {machine.gpus} GPUs (nvidia-smi "
+                "and CUDA_VISIBLE_DEVICES say which); start fewer ranks, or leave the machine out"
+            )
         if self.config.rollout.replay is not None:
             return
-        server, machine = self.server, self.machine
         threads, transport = self.config.engine.cpu_threads, f"rollout.server.transport = {server.transport}"
         if threads is not None and self.on_gpus:
             raise ValueError(f"engine.cpu_threads = {threads} acts where the trainer runs on a CPU, and it runs on GPUs here")

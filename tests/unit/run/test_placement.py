@@ -1,5 +1,7 @@
 """Where servers run, and what a machine or a model cannot do."""
 
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -104,6 +106,14 @@ def test_checkpoints_are_written_beside_training_on_gpus_whose_hosts_have_room(
 def test_what_a_machine_cannot_do_is_refused(server: dict[str, Any], machine: Machine, platform: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Placement(config(server, platform), machine).check()
+
+
+@pytest.mark.parametrize("placement", ["external", "colocated", "replay"])
+def test_a_machine_that_has_lost_a_gpu_is_refused_by_its_name(placement: str) -> None:
+    server = {"placement": placement, "registry": "/r" if placement == "external" else None}
+    run = RunConfig.model_validate({"rollout": {"replay": "/recorded"} if placement == "replay" else {"server": server}})
+    with pytest.raises(ValueError, match=f"^8 ranks run on {re.escape(socket.gethostname())}, where torch sees 7 GPUs"):
+        Placement(run, replace(TWO_NODES, gpus=7)).check()
 
 
 def test_served_teachers_take_the_gpus_after_all_others() -> None:
