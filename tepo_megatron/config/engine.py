@@ -154,7 +154,7 @@ RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
 
 class EngineConfig(Section):
     platform: Literal["auto", "cpu", "cuda"] = "auto"
-    """Trainer's device; ``auto`` is CUDA if torch sees a GPU."""
+    """Trainer's device; ``auto`` is CUDA if torch sees a GPU, and on a cluster."""
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
     """CPU threads per rank. ``auto``: an equal share of cores with ``train.schedule = sync``, of those that servers leave with

@@ -28,7 +28,7 @@ class Role:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """Makes paths absolute and gives external servers nodes of their own; a replay has no servers.
+    """Makes paths absolute and platforms equal, and gives external servers nodes of their own.
 
     Raises ValueError for a relative path through ssh, and an output path that needs quotes.
     """
@@ -42,6 +42,8 @@ def on_nodes(config: RunConfig) -> RunConfig:
             raise ValueError(
                 f"output = {str(output)!r} has {char!r}, which NeMo-Run's scripts cannot have; choose another folder"
             )
+    if config.engine.wants_gpus and not config.cluster.is_one_machine:  # auto could be the CPU on a node with a fault
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"platform": "cuda"})})
     if config.rollout.replay is not None:  # needs no servers
         without = {"rollout_nodes": 0, "rollout_container": None, "rollout_python": None}
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update=without)})

@@ -61,7 +61,7 @@ def test_a_file_means_the_same_wherever_the_command_starts(
     file.write_text("base: ../bases/base.yaml\nmodel: {path: models/x}\nreward: {verifier: 'own.py:score'}\n")
     monkeypatch.chdir(tmp_path / start)
     named = file if as_absolute else Path(os.path.relpath(file))
-    config = load_run(named, ["rollout.replay=recorded"])
+    config = load_run(named, ["rollout.replay=recorded", "engine.platform=cuda"])
     assert paths_in(absolute(config)) == {
         "output": f"{tmp_path}/bases/made",
         "data.train": f"{tmp_path}/bases/a/train.jsonl",

@@ -120,6 +120,14 @@ def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
     assert "export SET_UP=yes\n" in script_of("train", job(*settings))
 
 
+@pytest.mark.parametrize(
+    ("executor", "setting", "platform"), [("slurm", "auto", "cuda"), ("slurm", "cpu", "cpu"), ("local", "auto", "auto")]
+)
+def test_nodes_do_not_choose_a_platform_each_for_itself(executor: str, setting: str, platform: str) -> None:
+    overrides = f"cluster.executor={executor}", f"engine.platform={setting}", "cluster.rollout_nodes=0"
+    assert job(*overrides).engine.platform == platform
+
+
 @pytest.mark.parametrize("role", ["train", "serve"])
 def test_setup_may_read_a_variable_that_is_not_set(role: str, tmp_path: Path) -> None:
     assert bash(script_of(role, job(f"output={tmp_path}", "cluster.setup=['exit 3$LD_LIBRARY_PATH']"))).returncode == 3
