@@ -43,8 +43,8 @@ record=$out/launch/$job.json
 code=0
 "$python" -m tepo_megatron.launch.record "$record" @needed@ || code=$?
 export TEPO_LAUNCHED_JOB=${job%.*} # a later start of it continues from its newest checkpoint
-if [[ -z $interface && $1 == 127.* && $nodes != 1 ]]; then
-  echo "error: the first node's name stands for its loopback address $1; set rollout.server.interface" >&2
+if [[ -z $interface && $nodes != 1 && ($1 == 127.* || $1 == ::1 || $1 == fe80:*) ]]; then
+  echo "error: the first node's name stands for its loopback or link-local address $1; set rollout.server.interface" >&2
   exit 1
 fi
 if [[ -n $interface ]]; then

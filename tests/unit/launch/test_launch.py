@@ -91,9 +91,10 @@ def test_ranks_and_servers_do_not_share_one_processor(tmp_path: Path) -> None:
         assert "'cluster.sbatch=[cpus-per-task=64]'" in result.stderr
 
 
-def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1", "fe80::1%eth0"])
+def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(address: str, tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2", "cluster.python=/bin/true")
-    done = bash(script_of("train", config), "127.0.1.1")
+    done = bash(script_of("train", config), address)
     assert done.returncode == 1
     assert "set rollout.server.interface" in done.stderr
 
