@@ -200,7 +200,7 @@ class RunConfig(Section):
         yield from _cluster_faults(self)
         yield from _optimizer_faults(self)
         yield from _objective_faults(self)
-        yield from TeacherConfig.faults_among(self.teachers, self.objective, self.data, self.rollout.sampling)
+        yield from TeacherConfig.faults_among(self.teachers, self.objective, self.data, self.rollout)
         yield from _evaluation_faults(self)
         yield from _reward_faults(self)
         yield from _rollout_faults(self)

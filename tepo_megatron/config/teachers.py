@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -11,7 +12,7 @@ from pydantic import Field, PositiveInt
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.rollout import SamplingConfig, ServerConfig
+from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 
@@ -55,7 +56,7 @@ class TeacherConfig(Section):
 
     @staticmethod
     def faults_among(
-        teachers: Mapping[str, TeacherConfig], objective: ObjectiveConfig, data: DataConfig, sampling: SamplingConfig
+        teachers: Mapping[str, TeacherConfig], objective: ObjectiveConfig, data: DataConfig, rollout: RolloutConfig
     ) -> Iterator[str]:
         needs = objective.needs & {"teacher", "divergence"}
         for name in teachers:
@@ -79,6 +80,16 @@ class TeacherConfig(Section):
         if idle and len(teachers) > 1:
             yield f"teachers.{idle[0]} is named by no source of data.train; name it there, or leave it out"
         served = [name for name, teacher in teachers.items() if teacher.place == "server"]
+        servers = {"rollout.server": rollout.server}
+        servers |= {f"teachers.{name}.server": teachers[name].served for name in served}
+        registries: dict[str, str] = {}
+        for field, server in servers.items():
+            other = field if server.registry is None else registries.setdefault(os.path.realpath(server.registry), field)
+            if other != field:
+                yield (
+                    f"{field}.registry = {server.registry} is the folder of {other} too, and would mix up their servers; name "
+                    "another one, such as OUT/teacher-servers"
+                )
         if served and "divergence" in needs:
             yield (
                 f"objective.distill.of = all needs whole distributions, which teachers.{served[0]}.place = server does not "
@@ -90,12 +101,12 @@ class TeacherConfig(Section):
                 f"objective.distill.of = top_k is for served teachers, and teachers.{on_ranks[0]}.place = ranks has the whole "
                 "distribution; set distill.of = all, or place = server"
             )
-        if served and sampling.temperature != 1:
+        if served and rollout.sampling.temperature != 1:
             yield (
                 f"teachers.{served[0]}.place = server scores at temperature 1, and rollout.sampling.temperature = "
-                f"{sampling.temperature:g}; set that to 1, or place = ranks"
+                f"{rollout.sampling.temperature:g}; set that to 1, or place = ranks"
             )
-        if teachers and sampling.truncates:
+        if teachers and rollout.sampling.truncates:
             yield (
                 "teachers with rollout.sampling.top_k: a teacher may not reach the tokens that the policy is limited to; leave "
                 "top_k, top_p and min_p out"

@@ -246,6 +246,10 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
                 "quantization: fp8_per_block": "teachers.a.server.quantization = fp8_per_block takes servers in bfloat16",
             }.items()
         ),
+        (
+            [TEPO, TAUGHT, f"{SERVER}={{placement: external, registry: r}}", "teachers.a.server=${rollout.server}"],
+            "teachers.a.server.registry = r is the folder of rollout.server too, …; name another one",
+        ),
         (["train.grace_s=1e10"], "train.grace_s: got 10000000000.0"),
         (["train.callbacks=[early_stopping]", "evaluate.every=0"], "early_stopping = accuracy/greedy is measured by eval"),
         ([SET, "train.save_every=1", "train.keep_best.metric=eval/s/maj@4"], "did you mean eval/s/avg@4?"),
