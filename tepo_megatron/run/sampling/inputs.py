@@ -130,6 +130,8 @@ def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
     if first >= config.train.steps:
         return
     for line, rollout in enumerate(read_replay(config, spec.vocab_size, first), start=2):
+        if rollout.reward is None:  # not trained on, and maybe without a token
+            continue
         where = f"{record_path(folder, first)}, line {line}: the rollout"
         if config.rollout.sampling.truncates and rollout.sampling_mask is None:
             raise ValueError(

@@ -76,6 +76,7 @@ def test_a_record_without_fitting_routes_is_named_with_its_line(replaying: Any, 
 def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(replaying: Any) -> None:
     plain, truncating = replaying(), replaying("rollout.sampling.top_k=20")
     known = [replace(each, sampling_mask=SamplingMask([1, 0], [7])) for each in rollouts(0)]
+    known[3] = Rollout("p1", 1, (3, 1), (), (), "stop", WeightsVersion(0, "ab"), reward=None)  # a failed episode
     write_rollouts(plain.rollout.replay, 0, known)
     read(truncating)
     write_rollouts(plain.rollout.replay, 0, [known[0], *rollouts(0)[1:]])
