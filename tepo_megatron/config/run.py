@@ -16,7 +16,6 @@ from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sourc
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.config.teachers import TeacherConfig
@@ -306,22 +305,12 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
         )
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
-    for name, reason in _idle_in_first_update(objective) if once else ():
+    for name, reason in objective._idle_in_first_update() if once else ():
         warnings.warn(
             f"objective.{name} adds nothing with train.minibatches = 1 and one pass: at a step's only update "
             f"{reason}; 4 is usual",
             stacklevel=2,
         )
-
-
-def _idle_in_first_update(objective: ObjectiveConfig) -> Iterator[tuple[str, str]]:
-    for name, term in (("kl_mask", objective.kl_mask), ("kl", objective.kl), ("kl_cov", objective.kl_cov)):
-        if term is not None and term.against == "old" and term.estimator != "k1":  # at 0 only k1 has a gradient
-            yield name, "the KL from the policy before it is 0"
-        elif isinstance(term, KLMask) and term.falling == "measured":
-            yield name, "no entropy has fallen yet"
-    if objective.opsm is not None:
-        yield "opsm", "no response is less likely yet"
 
 
 def _evaluation_faults(run: RunConfig) -> Iterator[str]:
@@ -354,7 +343,7 @@ def _evaluated(run: RunConfig) -> set[str]:
 
 def _never_written(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields patterns of metrics, and why the run has none."""
-    objective, replays = run.objective, run.rollout.replay is not None
+    objective = run.objective
     if not objective.needs_reference:
         yield "kl/reference", "the objective has no reference model"
     if not run.teachers:
@@ -365,8 +354,11 @@ def _never_written(run: RunConfig) -> Iterator[tuple[str, str]]:
         yield "clip/(bound|slope|length)", "objective.trust_region has no auto bound"
     if objective.trust_region.kind == "none":
         yield "clip/(low|high|share)", "objective.trust_region.kind = none"
-    if replays or not run.rollout.canary.every:
-        yield "canary/", "rollout.replay starts no server" if replays else "rollout.canary.every = 0"
+    if run.rollout.replay is not None:
+        drawn = "groups/(carried|drawn|filtered|kept)|staleness/dropped"
+        yield f"accuracy/|canary/|eval/|heldout/|idle/|{drawn}", "rollout.replay starts no server"
+    if not run.rollout.canary.every:
+        yield "canary/", "rollout.canary.every = 0"
 
 
 _READS_NO_PENALTY = {

@@ -164,6 +164,15 @@ class ObjectiveConfig(Section):
             elif ratio.kind == "token" and widest < 0.05:
                 warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
 
+    def _idle_in_first_update(self) -> Iterator[tuple[str, str]]:
+        for name, term in (("kl_mask", self.kl_mask), ("kl", self.kl), ("kl_cov", self.kl_cov)):
+            if term is not None and term.against == "old" and term.estimator != "k1":  # at 0 only k1 has a gradient
+                yield name, "the KL from the policy before it is 0"
+            elif isinstance(term, terms.KLMask) and term.falling == "measured":
+                yield name, "no entropy has fallen yet"
+        if self.opsm is not None:
+            yield "opsm", "no response is less likely yet"
+
 
 def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
     """An empty section would switch its term on, but seems to do nothing."""

@@ -235,6 +235,10 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
             ["rollout.canary.every=0", "train.callbacks=[{callback: early_stopping, kwargs: {metric: canary/drift}}]"],
             "canary/drift is in no row, since rollout.canary.every = 0",
         ),
+        *(
+            (["rollout.replay=/x", "train.save_every=1", f"train.keep_best.metric={name}"], f"{name} is in no row, since")
+            for name in ("accuracy/greedy", "eval/s/avg@4", "heldout/reward_greedy", "idle/trainer", "groups/filtered/a")
+        ),
         # servers of teachers
         *(
             (f"{FP32}objective.distill={{coefficient: 1, of: top_k}} {TAUGHT} teachers.a.server={{{given}}}", sentence)
