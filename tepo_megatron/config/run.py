@@ -321,6 +321,12 @@ def _evaluation_faults(run: RunConfig) -> Iterator[str]:
         yield "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt; set 2 or more, 8 is usual"
     if log.token_samples and log.token_samples_every > run.train.steps:
         yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
+    if run.rollout.server.speculative is not None:
+        values = {"rollout": run.rollout.sampling.min_p}
+        values |= {f"evaluate.sets.{name}": item.sampling.min_p or 0.0 for name, item in evaluate.sets.items()}
+        for field, value in values.items():
+            if value:
+                yield f"{field}.sampling.min_p = {value:g}, which vLLM refuses with rollout.server.speculative; leave one out"
 
 
 def _evaluated(run: RunConfig) -> set[str]:

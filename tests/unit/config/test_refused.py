@@ -124,6 +124,7 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         ("rollout.sampling.bad_words=[idiot]", "sampling.bad_words without sampling.top_k"),
         ("rollout.sampling.top_k=1025", "at most 1024 of them"),
         (["rollout.sampling.top_k=8", "rollout.server.speculative={}"], "sampling.top_k = 8 with server.speculative"),
+        ([SET, "evaluate.sets.s.sampling.min_p=0.1", f"{SERVER}.speculative={{}}"], "s.sampling.min_p = 0.1, which vLLM"),
         (["rollout.partial=true", "rollout.oversample=1.5", "rollout.sampling.stop=[x]"], "partial = true with sampling.stop"),
         ("rollout.sampling.stop=['']", "one of the strings is empty"),
         ("engine.moe_balance.coefficient=0.01", "coefficient = 0.01 does nothing with kind = none; set kind = aux_loss"),

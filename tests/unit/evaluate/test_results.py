@@ -94,6 +94,8 @@ def test_a_run_is_no_model_and_an_evaluation_may_cut_as_a_trainer_may_not(tmp_pa
     data = ("data.train=x.jsonl", "data.heldout=x.jsonl")
     refused = invoke("eval", "none", *data, "rollout.sampling.top_p=0.9", "train.keep_best.metric=accuracy/avg@9", code=1)
     assert "the model folder none does not exist" in " ".join(refused.output.split())
+    refused = invoke("eval", "none", *data, "rollout.sampling.min_p=0.1", "rollout.server.speculative={}", code=1)
+    assert "rollout.sampling.min_p = 0.1, which vLLM refuses with" in " ".join(refused.output.split())
 
 
 def test_sets_of_several_models_in_one_folder_are_refused(tmp_path: Path) -> None:
