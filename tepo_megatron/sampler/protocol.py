@@ -268,6 +268,7 @@ class SamplerOptions(TypedDict):
     log_dir: Path
     seed: NotRequired[int]
     first_gpu: NotRequired[int]
+    cores: NotRequired[Sequence[int]]
     report: NotRequired[Callable[[str], None]]
     keep_cache: NotRequired[bool]
     trained: NotRequired[bool]

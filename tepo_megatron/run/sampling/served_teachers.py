@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +17,8 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Logprobs, Rollout, TopTokens
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
-from tepo_megatron.runtime.machine import this_machine
-from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream, ServerDied, make_sampler
+from tepo_megatron.runtime.machine import available_cores, this_machine
+from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream, ServerDied, make_sampler, sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.protocol import RewardResult, Task
 
@@ -34,9 +34,14 @@ class ServedTeachers:
         self._config, self._say = config, say
         samples = config.rollout.replay is None
         named = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server" and samples}
-        gpus = Placement(config, this_machine()).teacher_gpus
-        self.samplers: Mapping[str, Sampler] = {
-            name: make_sampler(
+        gpus, cores = Placement(config, this_machine()).teacher_gpus, available_cores()
+        policy = config.rollout.server
+        taken = sampler_spec().cores(policy, cores) if named and policy.placement == "local" else set()
+        self.samplers: dict[str, Sampler] = {}
+        for name, teacher in named.items():
+            left = [core for core in cores if core not in taken] or cores
+            taken |= sampler_spec().cores(teacher.served, left) if teacher.local_workers else set()
+            self.samplers[name] = make_sampler(
                 teacher.served,
                 model_dir=resolve_model_path(teacher.path),
                 dtype=config.model.dtype,
@@ -44,11 +49,10 @@ class ServedTeachers:
                 log_dir=config.output / "logs" / f"teacher-{name}",
                 seed=config.seed,
                 first_gpu=gpus[name],
+                cores=left,
                 with_ranks=True,
                 report=partial(self._report, name),
             )
-            for name, teacher in named.items()
-        }
         self._threads = {name: ThreadPoolExecutor(teacher.threads, f"teacher-{name}") for name, teacher in named.items()}
         self._starting = {name: self._threads[name].submit(sampler.start) for name, sampler in self.samplers.items()}
         self._reviving, self._closed = threading.Lock(), False

@@ -286,6 +286,7 @@ class Server:
         weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
         resources.check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
         gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
+        bound = resources.worker_cores(config, len(numbers), options.get("cores"))
         return [
             Server(
                 config,
@@ -300,7 +301,7 @@ class Server:
                 adapter_rank=adapter_rank,
                 tokenizer=options.get("tokenizer", False),
             )
-            for slot, (number, cores) in enumerate(zip(numbers, resources.worker_cores(config, len(numbers)), strict=True))
+            for slot, (number, cores) in enumerate(zip(numbers, bound, strict=True))
         ]
 
     @staticmethod

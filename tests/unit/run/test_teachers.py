@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config.load import load_run
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion
 from tepo_megatron.run import checks
@@ -27,6 +28,7 @@ from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.served_teachers import ServedTeachers
 from tepo_megatron.sampler.protocol import Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import Record
+from tepo_megatron.sampler.vllm.resources import worker_cores
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.run_compatibility import served_teachers
@@ -178,6 +180,28 @@ def test_scores_that_wait_end_with_the_run_and_with_a_reset(teacher: Path, monke
     teachers.close()
     assert [waiting[0].exception(TIMEOUT_S).__class__, said, sampler.scored] == [ServerDied, [], 3]
     assert all(future.cancelled() for future in waiting[1:])
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "expected"), [(8, "auto", ["1|4", "2"]), (8, "0-6", ["7|7", "0"]), (2, "auto", ["1|1", "0"])]
+)
+def test_servers_of_teachers_leave_the_others_their_cores_if_any_are_left(
+    cores: int, threads: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(config: ServerConfig, **options: Any) -> Mock:
+        made.extend(worker_cores(config, config.count, options["cores"]))
+        return Mock()
+
+    monkeypatch.setattr(served_teachers_module, "available_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(served_teachers_module, "make_sampler", make)
+    sources = [f"{{path: 'builtin:addition', name: {name}, teacher: {name}}}" for name in "ab"]
+    settings = [f"rollout.server.cpu_threads={threads}", f"data.train=[{', '.join(sources)}]", *TEPO]
+    settings += [f"teachers.{name}={{path: 'builtin:tiny', place: server}}" for name in "ab"]
+    teachers = ServedTeachers(load_run(TINY, [*settings, "teachers.a.server.tp=2"]), Mock(), print)
+    teachers.close()
+    assert made == expected
 
 
 def test_the_number_of_top_tokens_decides_what_a_journal_has() -> None:

@@ -82,9 +82,11 @@ def test_a_longer_time_without_tokens_is_also_vllms_for_a_step(timeout_s: float,
     assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == limit
 
 
-def test_servers_get_their_gpus_in_order_by_the_trainers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_get_their_cores_and_their_gpus_by_the_trainers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServerConfig(tp=2, count=2, placement="colocated")
-    fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path, first_gpu=1)
+    places: dict[str, Any] = {"first_gpu": 1, "cores": range(4, 8)}
+    fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path, **places)
+    assert [each.cores for each in fleet._servers] == ["4|5", "6|7"]  # type: ignore[union-attr]
 
     def shown(visible: str) -> list[str]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
