@@ -120,7 +120,7 @@ class GroupWorker:
 
     def _ask_for(self, group: Group, stream: ResponseStream) -> None:
         if not any(group.samples):
-            self.files.fill(group, partial=self.partial)
+            self.files.fill(group, partial=self.partial, now=self.buffer.version)
         group.asked = set(group.results)
         if group.is_complete:
             self._decide(group)

@@ -177,13 +177,17 @@ class GroupStore:
             write_rollouts(self._folder, group.number, rollouts, drawn_by=self._identity(group), flush=False)
             self._numbers.add(group.number)
 
-    def fill(self, group: Group, *, partial: bool) -> None:
-        """Takes the responses on disk, incomplete ones only if ``partial``."""
+    def fill(self, group: Group, *, partial: bool, now: WeightsVersion | None) -> None:
+        """Takes the responses on disk, incomplete ones only if ``partial``. ``now``: the servers' weights."""
         if group.number not in self._numbers:
             return
         try:
             record = Record.read(self._folder, group.number)
         except ValueError:  # cut or damaged, also by the kill itself
+            return
+        versions = {version for rollout in record.rollouts for _, version in rollout.versions}
+        if now is None or any(version.step >= now.step and version != now for version in versions):
+            self.keep_only(self._numbers - {group.number})  # the run went back to before these weights
             return
         size = len(record.rollouts)
         whole = size == len(group.samples) and all(rollout.finish_reason != UNFINISHED for rollout in record.rollouts)

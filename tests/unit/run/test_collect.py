@@ -237,6 +237,18 @@ def test_a_killed_run_goes_on_with_the_parts_that_a_step_had_put_aside(tmp_path:
         assert continued[number] == unfinished
 
 
+def test_a_run_that_went_back_takes_no_tokens_of_the_weights_that_it_passed_over(tmp_path: Path) -> None:
+    """Of groups that were drawn before."""
+    run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
+    states: dict[int, dict[str, Any]] = {}
+    run_steps(collect_with(run, fleet := FakeFleet(0)), fleet, range(3), states)
+    of = collect_with(run, fleet := FakeFleet(9), 9)
+    of.restore({"sampler": states[2], "step": 2})
+    fleet.weights_version = now = WeightsVersion(2, "other")
+    of.published(now)
+    assert {version for rollout in of.collect(2) for _, version in rollout.versions if version.step >= 2} == {now}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_filter_that_never_fills_the_batch_stops_the_run_and_shows_the_rewards(schedule: str, tmp_path: Path) -> None:
     filters = {"filters": ["zero_variance"], "max_batches": 3}

@@ -217,7 +217,7 @@ def draw_again(output: Path, rollout: Rollout, *settings: str, result: RewardRes
     group = Group(0, 0, 0, Problem("p", "1", "1"), (1,), WeightsVersion(0), [rollout])
     store.write(replace(group, results={} if result is None else {0: result}))
     again = replace(group, samples=[None])
-    store.fill(again, partial=False)
+    store.fill(again, partial=False, now=WeightsVersion(0))
     return again
 
 
