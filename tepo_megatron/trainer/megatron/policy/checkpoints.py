@@ -213,7 +213,9 @@ class MegatronCheckpoints:
         digests = {"weights_digest": self._weights.version(step).digest}
         if self._policy.lora is not None:
             digests["adapters_digest"] = self._weights.adapters_digest()
-        out, state = folder / checkpoint_name(step), {**asdict(self.counters), **digests, **self._about, **state}
+        scheduled = [self._policy.schedule.num_steps, self._weights.config.train.updates_per_step]
+        about = {**asdict(self.counters), "scheduled": scheduled, **digests, **self._about}
+        out, state = folder / checkpoint_name(step), {**about, **state}
         boxes = self._weights.watched(self._boxes())
         self._saving = _Saving(out, step=step, state=state, boxes=boxes, group=self._group, background=background)
 
@@ -269,8 +271,12 @@ class MegatronCheckpoints:
             setattr(counters, counter.name, ClipRange(*value) if value and counter.name == "clip_range" else value)
         self._policy.finish_gather()
         self.bytes_read = self._restore(folder)
-        self._policy.schedule.num_steps = 0
-        self._policy.schedule.step(increment=counters.updates)
+        schedule, per_step = self._policy.schedule, self._weights.config.train.updates_per_step
+        done, per_step_then = state.get("scheduled", (counters.updates, per_step))  # older checkpoints lack it
+        if done > (warmup := schedule.lr_warmup_steps):  # its length is in updates, that of the fall in steps
+            done = max(warmup, round(done * per_step / per_step_then))
+        schedule.num_steps = 0
+        schedule.step(increment=done)
         if not self._weights.config.engine.fp8.params:  # they are rounded with scales that depend on how tensors are cut
             if self._policy.lora is None:
                 name, digest = "weights_digest", self._weights.version(state["step"]).digest
