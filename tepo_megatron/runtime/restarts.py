@@ -71,19 +71,20 @@ def _set_attempt(number: int) -> None:
     os.environ[_ATTEMPT] = str(number)
 
 
-def run_attempts(run: Callable[[], RanksEnd], max_restarts: int) -> RanksEnd:
-    """Runs once, and again while ranks are lost, but not after one error twice in a row."""
+def run_attempts(run: Callable[[], RanksEnd], max_restarts: int, saved: Callable[[], Sequence[str]]) -> RanksEnd:
+    """Runs once, and again while ranks are lost, but not after one error twice with the same checkpoints (``saved``)."""
     if not max_restarts:
         return run()
-    last = ""
+    last: tuple[str, Sequence[str]] | None = None
     with named_job():
         for number in count():
             _set_attempt(number)
             end = run()
-            is_same = end.message == last and not end.killed
+            failed = (end.message, saved())
+            is_same = failed == last and not end.killed
             if not end.lost or number == max_restarts or is_same:
                 return end
-            last = end.message
+            last = failed
             echo(f"{end.message}. {_restart_sentence(number, max_restarts)}", err=True)
     raise AssertionError
 
@@ -111,7 +112,7 @@ class NodeMeeting:
 
     ``watching``: another connection, for a thread. The first ``nodes`` of ``nodes + spares`` run, and a spare replaces a node
     that is gone, or that lost a rank to a signal. Raises NodesApartError if the first node is gone, or too few are left.
-    ``stopped``: this agent's stop signals, which the other agents get too.
+    ``stopped``: this agent's stop signals, which the other agents get too. ``saved``: as of ``run_attempts``.
     """
 
     def __init__(
@@ -124,14 +125,15 @@ class NodeMeeting:
         max_restarts: int,
         meet_s: float,
         stopped: Sequence[int] = (),
+        saved: Callable[[], Sequence[str]] = list,
     ) -> None:
         self._store, self._watching = store, watching
         self._node, self._nodes, self._max_restarts, self._meet_s = node, nodes, max_restarts, meet_s
-        self._stopped = stopped
+        self._stopped, self._saved = stopped, saved
         self._order = list(range(nodes + spares))
         """Of the first node: who may run, those first that should."""
-        self._last: list[str] = []
-        """Of the first node: the errors of the attempt before."""
+        self._last: tuple[list[str], Sequence[str]] | None = None
+        """Of the first node: the errors of the attempt before, and the checkpoints by then."""
 
     def run(self, run: Callable[[int], RanksEnd]) -> RanksEnd:
         """``run`` gets this node's place in the attempt. A spare that was not needed returns code 0."""
@@ -218,10 +220,11 @@ class NodeMeeting:
         message = ", and ".join(causes)
         self._order = [node for node in self._order if node not in gone]
         is_complete = members[0] in ends and ends[members[0]].code == 0
-        is_same = bool(errors) and errors == self._last
+        failed = (errors, self._saved())
+        is_same = bool(errors) and failed == self._last
         if not causes or refused or is_complete or is_same or number == self._max_restarts:
             return False
-        self._last = errors
+        self._last = failed
         self._order.sort(key=lambda node: node != 0 and node in killed)  # the first node keeps the store
         echo(f"{message}. {_restart_sentence(number, self._max_restarts)}", err=True)
         return True

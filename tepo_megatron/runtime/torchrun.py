@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,15 @@ def run_ranks(
     """
     command = ["-m", module, *arguments]
     received = [] if stops is None else stops
-    end = run_attempts(lambda: _run_attempt(command, world_size, status, received), max_restarts)
+    end = run_attempts(lambda: _run_attempt(command, world_size, status, received), max_restarts, partial(_saved, status))
     return end.code, end.message + end.advice
+
+
+def _saved(status: Path | None) -> list[str]:
+    with suppress(OSError):  # the disk may be what lost the ranks
+        folders = [] if status is None else status.parent.glob("checkpoints/step_*")
+        return sorted(folder.name for folder in folders if not folder.suffix)
+    return []
 
 
 def _run_attempt(command: Sequence[str], world_size: int, status: Path | None, received: list[int]) -> RanksEnd:
@@ -121,9 +129,9 @@ def run_node(arguments: Sequence[str]) -> int:
         if not parsed.max_restarts:
             end = run_alone()
         elif parsed.nnodes in ("1", "1:1") and not spares:
-            end = run_attempts(run_alone, parsed.max_restarts)
+            end = run_attempts(run_alone, parsed.max_restarts, partial(_saved, status))
         else:
-            end = _run_with_other_nodes(parsed, spares, run_once)
+            end = _run_with_other_nodes(parsed, spares, run_once, partial(_saved, status))
     except NodesApartError as error:
         print_error(str(error))
         return 1
@@ -134,7 +142,9 @@ def run_node(arguments: Sequence[str]) -> int:
     raise failures[-1]
 
 
-def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int, list[int]], RanksEnd]) -> RanksEnd:
+def _run_with_other_nodes(
+    parsed: Any, spares: int, run_once: Callable[[int, list[int]], RanksEnd], saved: Callable[[], list[str]]
+) -> RanksEnd:
     global _store
     node, limit = int(parsed.node_rank), timedelta(seconds=_MEET_S)
     stopped: list[int] = []
@@ -152,7 +162,8 @@ def _run_with_other_nodes(parsed: Any, spares: int, run_once: Callable[[int, lis
         _store = store
         try:
             nodes = int(parsed.nnodes)
-            return NodeMeeting(store, watching, node, nodes, spares, parsed.max_restarts, _MEET_S, stopped).run(run)
+            meeting = NodeMeeting(store, watching, node, nodes, spares, parsed.max_restarts, _MEET_S, stopped, saved)
+            return meeting.run(run)
         finally:
             _store = None
 

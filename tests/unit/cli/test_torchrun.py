@@ -125,7 +125,9 @@ def act():
         runtime_rank.json.dump = fill
     if rank == "1" and what in ("sentence", "full"):
         load_run(None, ["train.steps=0"])
-    if rank == "1" and what == "bug":
+    if rank == "1" and what == "bug, later":
+        (folder / "checkpoints" / f"step_{attempt():06d}").mkdir(parents=True)
+    if rank == "1" and what in ("bug", "bug, later"):
         {}["missing"]
     if rank == "1" and what == "bugs":
         {}[f"missing{attempt()}"]
@@ -242,6 +244,7 @@ ONE_TRACEBACK = f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}"
             rf"{ONE_TRACEBACK}rank 1: KeyError: 'missing'\. The ranks are .* \(restart 1 of at most 2, train\.max_restarts\)\n"
             rf"{ONE_TRACEBACK}error: rank 1: KeyError: 'missing'\n",
         ),
+        ("bug, later", PARENT_RESTARTS, 1, 2, ".*error: rank 1: KeyError: 'missing'\n"),
         ("once", PARENT_RESTARTS, 0, 1, r"rank 1 was ended by SIGKILL.* \(restart 1 of at most 2, train.max_restarts\)\n"),
         ("kill", PARENT_RESTARTS, 128 + signal.SIGKILL, 2, ".*\nerror: rank 1 was ended by SIGKILL[^\n]*\n"),
         (
@@ -254,9 +257,9 @@ ONE_TRACEBACK = f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}"
 def test_the_cause_is_printed_once_and_last_and_lost_ranks_start_again(
     start, tmp_path: Path, what: str, program: str, code: int, restarts: int, printed: str
 ) -> None:
-    """Not after the user's own error, nor after a bug that comes twice. full: no report can be written. leaving: rank 1 fails
-    because of what rank 0 does on its way out, and ends first. group: nobody has left the group, and its threads run while
-    the interpreter ends. broken: rank 0 fails because rank 1 was killed.
+    """Not after the user's own error, nor after a bug that comes twice with no checkpoint between. full: no report can be
+    written. leaving: rank 1 fails because of what rank 0 does on its way out, and ends first. group: nobody has left the
+    group, and its threads run while the interpreter ends. broken: rank 0 fails because rank 1 was killed.
     """
     parent = start(what, f"engine.parallel.tp={4 if what == 'world' else 2}", program)
     out, err = parent.communicate(timeout=TIMEOUT_S)

@@ -183,11 +183,14 @@ def test_a_node_is_gone_that_is_silent_while_others_run_and_whose_ranks_have_not
     assert not any(first._is_silent(0, 1, beats, restarts.SILENT_S) for _ in range(4))
 
 
-@pytest.mark.parametrize(("second", "again"), [("KeyError: 'a'", False), ("KeyError: 'b'", True)])
-def test_an_error_that_comes_twice_is_known_by_what_every_node_says_of_it(second: str, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("second", "saves", "again"),
+    [("KeyError: 'a'", False, False), ("KeyError: 'b'", False, True), ("KeyError: 'a'", True, True)],
+)
+def test_an_error_that_comes_twice_is_known_by_what_every_node_says_of_it(second: str, saves: bool, again: bool) -> None:
     """The first node only sees that a connection was closed, in gloo's words with another port each time."""
-    store = HashStore()
-    first = restarts.NodeMeeting(store, store, 0, 2, 0, 3, 60.0)
+    store, saved = HashStore(), iter([["step_1"], ["step_2" if saves else "step_1"]])
+    first = restarts.NodeMeeting(store, store, 0, 2, 0, 3, 60.0, saved=lambda: next(saved))
     for number, error in enumerate(["KeyError: 'a'", second]):
         closed = f"rank 0: RuntimeError: Connection closed by peer [10.0.0.2]:{4000 + number}"
         store.set(f"{number}/end/0", json.dumps(restarts.RanksEnd(1, closed, lost=True)))
