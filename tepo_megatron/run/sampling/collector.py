@@ -97,7 +97,9 @@ class RolloutCollector:
     def _collect(self, step: int) -> list[Rollout]:
         if self._config.rollout.replay is not None:
             with self._phase("rollout"):
-                return read_replay(self._config, self._inputs.spec.vocab_size, step)
+                rollouts = read_replay(self._config, self._inputs.spec.vocab_size, step)
+            self._inputs.order.drawn += self._config.rollout.prompts_per_step  # for a resumed run that samples
+            return rollouts
         first = self._buffer.begin(step)
         with self._phase("journal"):
             recorded = self._find(step, first)
@@ -257,6 +259,8 @@ class RolloutCollector:
     def drop_step(self, step: int) -> None:
         """The step's problems are drawn again."""
         self._buffer.drop_step(step)
+        if self._config.rollout.replay is not None and self._collected_step == step:
+            self._inputs.order.drawn -= self._config.rollout.prompts_per_step
         self._collected_step = -1
 
     def refuse(self, step: int) -> None:

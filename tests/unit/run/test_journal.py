@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling import journal as journals
 from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.rollout_file import Record, record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 from tests.support.checkpoints import make_whole
 from tests.support.data_files import write_jsonl
 from tests.support.fake_sampling import Killed
@@ -298,3 +301,19 @@ def test_a_replay_says_once_when_its_weights_leave_the_recorded_ones(reference_r
     for lr, said in ((1e-3, []), (2e-3, ["step 2"])):
         replayed = reference_run({**replay, "optimizer.lr": lr, "output": str(tmp_path / f"{lr}")}).run()
         assert [text.partition(":")[0] for text in replayed.said if "other weights" in text] == said
+
+
+@pytest.mark.parametrize("within_step", [False, True])
+def test_a_run_that_leaves_a_replay_goes_on_in_the_order_of_its_problems(
+    within_step: bool, reference_run: Any, tmp_path: Path
+) -> None:
+    train, saved = {"steps": 3, "save_every": 0}, 1 if within_step else 2
+    whole = reference_run({"train": train, "rollout.record": True, "output": str(tmp_path / "whole")}).run()
+    settings = {"train": {**train, "steps": 2}, "rollout.replay": str(tmp_path / "whole" / "rollouts")}
+    replayed = reference_run({**settings, "output": str(tmp_path / "replayed")}).run()
+    stopped = reference_run(settings, stops_at=replayed.calls.index("rollouts 2") if within_step else -1)
+    with pytest.raises(StopRequested) if within_step else nullcontext():
+        stopped.run()
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == [checkpoint_name(saved)]
+    resumed = reference_run({"train": {**train, "resume": True, "allow_change": ["rollout.replay"]}}).run()
+    assert resumed.drawn == whole.drawn[2 * saved :]
