@@ -100,7 +100,7 @@ class Callbacks:
 
     def begin(self, run: RunInfo) -> None:
         self.tell("on_run_begin", run.step, run)
-        if self.stopped is not None:
+        if self.stopped is not None and not run.restarted:
             raise RuntimeError(f"{self.stopped}; Stop ends a run that has begun: raise it in another method")
         self.raise_failure(saved_step=run.step)
 
@@ -164,11 +164,12 @@ class Stop(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class RunInfo:
-    """``step``: completed steps. ``rows``: metrics so far, oldest first."""
+    """``step``: completed. ``rows``: metrics so far, oldest first. ``restarted``: by itself, from its job's checkpoint."""
 
     config: RunConfig
     step: int
     rows: Sequence[Mapping[str, Any]]
+    restarted: bool = False
 
 
 class EarlyStopping:
@@ -193,9 +194,15 @@ class EarlyStopping:
         self._seen = []
         for row in run.rows:
             self._see(row["step"], row)
+        if run.restarted and self._seen and self._seen[-1][0] == run.step:  # the ranks may have been lost after the stop
+            self._stop_if_due()
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._see(step, metrics) and self.waited >= self.patience:
+        if self._see(step, metrics):
+            self._stop_if_due()
+
+    def _stop_if_due(self) -> None:
+        if self.waited >= self.patience:
             best = self.best if self.mode == "max" else -self.best
             raise Stop(f"{self.metric} was {best:.4g} at step {self.best_step}, and not better since")
 

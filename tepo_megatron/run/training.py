@@ -25,6 +25,7 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import available_cores, is_root, this_machine, variable
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals, not_ignored
 from tepo_megatron.runtime.rank import report_before_leaving
+from tepo_megatron.runtime.restarts import starts_again
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.evaluation import verifier_pools
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
@@ -87,7 +88,8 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     if rank0 is not None and (callbacks := rank0.callbacks).callbacks:
         folder = config.output / "checkpoints"
         loop.stopping.on_saved = lambda step: callbacks.tell("on_checkpoint", step, step, folder / checkpoint_name(step))
-        callbacks.begin(RunInfo(config, loop.step, read_metrics(config.output / "metrics.jsonl")))
+        restarted = starts_again() and Resumed.is_of_this_job(folder / checkpoint_name(loop.step))
+        callbacks.begin(RunInfo(config, loop.step, read_metrics(config.output / "metrics.jsonl"), restarted))
     return loop
 
 

@@ -37,6 +37,12 @@ class Resumed:
     differences: Sequence[Difference] = ()
     damaged: Sequence[DamagedCheckpoint] = ()
 
+    @staticmethod
+    def is_of_this_job(folder: Path) -> bool:
+        with suppress(DamagedCheckpoint):
+            return read_state(folder).get("job") == job_of_checkpoints()
+        return False
+
     @classmethod
     def find(cls, config: RunConfig, model_dir: Path) -> Resumed:
         """Reads no shards and needs no torch. Raises ValueError if none is whole, the newest whole one is
@@ -132,15 +138,10 @@ def of_attempt(config: RunConfig) -> RunConfig:
     """Restarted ranks and jobs continue from their job's newest checkpoint; without one they start as at first."""
     if not starts_again():
         return config
-    if config.train.resume_from is not None and not any(map(_is_of_this_job, checkpoints(config.output / "checkpoints"))):
+    saved = checkpoints(config.output / "checkpoints")
+    if config.train.resume_from is not None and not any(map(Resumed.is_of_this_job, saved)):
         return config
     return override(config, ["train.resume=auto", "train.resume_from=null"])
-
-
-def _is_of_this_job(folder: Path) -> bool:
-    with suppress(DamagedCheckpoint):
-        return read_state(folder).get("job") == job_of_checkpoints()
-    return False
 
 
 def resolve_dtype(config: RunConfig, gpus: int) -> RunConfig:

@@ -231,6 +231,28 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
             begin()
 
 
+@pytest.mark.parametrize(("restarted", "step", "goes_on"), [(True, 3, False), (True, 4, True), (False, 3, True)])
+def test_a_run_that_restarts_at_an_early_stop_ends(restarted: bool, step: int, goes_on: bool) -> None:
+    rows = [{"step": number, "loss": float(number)} for number in range(4)] + [{"step": 4}]
+    callbacks = Callbacks([EarlyStopping("loss", 3, "min")])
+    callbacks.begin(RunInfo(RunConfig(), step, rows[: step + 1], restarted))
+    assert callbacks.go_on == goes_on
+
+
+@pytest.mark.parametrize(("attempt", "job", "last"), [("1", "7", 2), ("0", "7", 3), ("1", "8", 3)])
+def test_ranks_that_were_lost_after_an_early_stop_end_the_run_again(
+    attempt: str, job: str, last: int, reference_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the user, who resumes the run to go on, also if the ranks of that job are lost then."""
+    monkeypatch.setenv("TEPO_LAUNCHED_JOB", "7")
+    settings = {"train": {"steps": 4, "save_every": 0}}
+    assert reference_run(settings, callbacks=[EarlyStopping("update/skipped", 1)]).run().rows[-1]["step"] == 2
+    monkeypatch.setenv("TEPO_LAUNCHED_JOB", job)
+    monkeypatch.setenv("TEPO_ATTEMPT", attempt)
+    resumed = reference_run({**settings, "train.resume": True}, callbacks=[EarlyStopping("update/skipped", 1)]).run()
+    assert resumed.rows[-1]["step"] == last
+
+
 def test_the_documents_callback_ends_a_run_by_its_entropy() -> None:
     """And not at a row whose updates were all skipped."""
     document = (Path(__file__).parents[3] / "docs/guides/from-python.md").read_text()
