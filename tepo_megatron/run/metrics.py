@@ -107,9 +107,6 @@ class Stopwatch:
             self._charge()
             self._open.pop()
 
-    def elapsed(self) -> float:
-        return self._clock() - self._start
-
     def split(self) -> dict[str, float]:
         """Returns seconds since the last call as ``time/<phase>``, ``time/other``, ``time/step``."""
         now = self._charge()

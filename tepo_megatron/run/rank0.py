@@ -154,7 +154,9 @@ class Rank0:
             self.output.message(text)
         self.collector.go_back()
         self.checks.take_figures()  # of the undone step
-        self.lost["lost/rollback"] += self.output.resume_from(checkpoint.step) + self.watch.elapsed()
+        self.lost["lost/rollback"] += self.output.resume_from(checkpoint.step) + self.watch.split()["time/step"]
+        self.lost.pop("lost/server", None)  # of the undone step, whose seconds are in lost/rollback
+        self.collector.clock.take()
         self._returns += 1
 
     # -- servers ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +199,24 @@ class Damages:
             (self.folder / f"step_{number:06d}" / "state.json").unlink()
 
 
+def count_time(loop: Any) -> None:
+    """From 0, by one each time that somebody looks."""
+    watch = loop.rank0.watch
+    watch._clock = count().__next__
+    watch._start = watch._mark = watch._clock()
+
+
 @PLACEMENTS
 def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(placement: dict[str, Any], reference_run: Any) -> None:
-    run = reference_run({**rollback(save_every=2), **placement}, spikes=[6]).run()
+    run = reference_run({**rollback(save_every=2), **placement}, spikes=[6]).run(before=count_time)
     index = run.calls.index("load step_000002")
     assert run.calls[index - 6 : index] == ["rollouts 3", "sleep", *STEP]
     again = ["weights 2", *SYNC, "sample", "rollouts 3", "sleep", *STEP, "save 3", "saved 3", "weights 3", *SYNC, "row 3"]
     assert run.calls[index + 1 :] == [*again, "sleep"]
     assert len(set(run.drawn)) == len(run.drawn) == 8
     assert (run.rows[-1]["rollback/count"], run.rows[-1]["lost/rollback"] > 0) == (1, True)
+    # no second twice, and one between row 0 and the first step in neither
+    assert sum(row["time/step"] + row["lost/rollback"] for row in run.rows) == run.loop.rank0.watch._start - 1
     assert any("above train.rollback.above = 20; back to" in text for text in run.said)
 
 
