@@ -230,9 +230,9 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
             f"{parallel.dp} ranks{group}; raise rollout.prompts_per_step or samples_per_prompt, or lower train.minibatches"
         )
     has_te = run.engine.layers == "te" or (run.engine.layers == "auto" and run.engine.platform == "cuda")
-    if parallel.cp > 1 and dtype == "float32" and has_te:
+    if dtype == "float32" and has_te:
         yield (
-            f"engine.parallel.cp = {parallel.cp} with model.dtype = float32, for which Transformer Engine has no attention; "
+            "model.dtype = float32, which Transformer Engine multiplies in TF32, coarser than the bounds on float32; "
             "set model.dtype = bfloat16, or engine.layers = local"
         )
     if fp8.enabled and dtype != "bfloat16":

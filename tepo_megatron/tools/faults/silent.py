@@ -146,6 +146,7 @@ class _World:
         self.config = RunConfig.model_validate(
             {
                 "model": {"dtype": "bfloat16" if "bf16" in server else "float32"},
+                "engine": {"layers": "local"},  # Transformer Engine takes no float32
                 "optimizer": {"lr": 5e-5, "warmup_steps": 0},
                 "rollout": {
                     "sampling": {"temperature": 0.9},

@@ -147,7 +147,8 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         (["engine.recompute=full", "engine.recompute_modules=[mlp]"], "does nothing with recompute = full"),
         (["engine.recompute=selective", "engine.recompute_modules=[]"], "computes nothing again; set recompute = none"),
         ([*AGAIN, "engine.fp8.recipe=delayed"], "recompute_modules = layernorm with fp8.recipe = delayed, which Megatron-Core"),
-        (["engine.parallel.cp=2", "engine.layers=te", "model.dtype=float32"], "for which Transformer Engine has no attention"),
+        (["engine.layers=te", "model.dtype=float32"], "which Transformer Engine multiplies in TF32"),
+        (["engine.platform=cuda", "model.dtype=float32"], "set model.dtype = bfloat16, or engine.layers = local"),
         (["engine.recompute=selective", "engine.recompute_modules=[norms]"], 'got "norms"; allowed: "core_attn", "mlp"'),
         # keys of another place
         (["objective.beta=0.1"], "did you mean objective.distill.beta?"),

@@ -248,7 +248,7 @@ def test_every_minibatch_fills_the_pipeline_anew_for_scores_too() -> None:
 
 
 def test_float32_computes_at_its_own_peak() -> None:
-    overrides = ("engine.parallel={tp: 1, sequence_parallel: false}", "cluster.gpu_memory_gib=1000")
+    overrides = ("engine.parallel={tp: 1, sequence_parallel: false}", "engine.layers=local", "cluster.gpu_memory_gib=1000")
     half, full = (plan(QWEN, *overrides, f"model.dtype={dtype}") for dtype in ("bfloat16", "float32"))
     assert plan(QWEN, *overrides, "model.dtype=auto").time == half.time
     assert full.time.train == pytest.approx(15 * half.time.train)

@@ -245,23 +245,24 @@ LOCAL = Layers("local")
 
 def _check_attention(dtype: str, capability: tuple[int, int], *, cp: int) -> None:
     """Transformer Engine's choice for packed sequences, as 2.9 to 2.11 make it."""
-    cudnn = capability >= (9, 0) and capability != (12, 0)
     if dtype == "float32":
-        reason, remedy = "no kernel of Transformer Engine takes packed sequences in float32", "set model.dtype = bfloat16"
-    elif not cudnn and importlib.util.find_spec("flash_attn") is None:
-        reason = (
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, Transformer Engine takes cuDNN's attention for "
-            "packed sequences from 9.0, except on 12.0, and flash-attn is not installed"
+        raise ValueError(
+            "model.dtype = float32, which Transformer Engine multiplies in TF32, coarser than the bounds on float32; "
+            "set model.dtype = bfloat16, or engine.layers = local"
         )
-        remedy = "install flash-attn"
-    else:
+    cudnn = capability >= (9, 0) and capability != (12, 0)
+    if cudnn or importlib.util.find_spec("flash_attn") is not None:
         return
+    reason = (
+        f"this GPU has compute capability {capability[0]}.{capability[1]}, Transformer Engine takes cuDNN's attention for "
+        "packed sequences from 9.0, except on 12.0, and flash-attn is not installed"
+    )
     if cp > 1:
         raise ValueError(
-            f"engine.parallel.cp = {cp} needs another attention: {reason}; {remedy}, or set engine.parallel.cp to 1"
+            f"engine.parallel.cp = {cp} needs another attention: {reason}; install flash-attn, or set engine.parallel.cp to 1"
         )
     warnings.warn(
-        f"{reason}, so that the attention of a sequence of T tokens holds T × T scores; {remedy} for long responses",
+        f"{reason}, so that the attention of a sequence of T tokens holds T × T scores; install flash-attn for long responses",
         stacklevel=3,
     )
 
