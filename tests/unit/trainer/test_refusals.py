@@ -174,10 +174,14 @@ def test_attention_that_holds_all_scores_is_warned_of(
     module = ModuleType("flash_attn")
     module.__spec__ = ImportSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", module if flash_attn else None)
+    monkeypatch.setattr(Packages, "installed", lambda: Packages(te="2.11.0"))
     with pytest.warns(UserWarning, match="; install flash-attn for long") if warns else contextlib.nullcontext():
         assert model.Layers.choose(EngineConfig(), CUDA, "bfloat16").kind == "te"
     with pytest.raises(ValueError, match=r"flash-attn, or set engine\.parallel\.cp to") if warns else contextlib.nullcontext():
         model.Layers.choose(EngineConfig(parallel=ParallelConfig(cp=2)), CUDA, "bfloat16")
+    monkeypatch.setattr(Packages, "installed", lambda: Packages(te="2.10.0"))
+    with pytest.raises(ValueError, match=r"2\.10\.0 has no attention here: ") if warns else contextlib.nullcontext():
+        model.Layers.choose(EngineConfig(), CUDA, "bfloat16")
     with pytest.raises(ValueError, match=r"multiplies in TF32, .* set model\.dtype = bfloat16, or engine\.layers = local"):
         model.Layers.choose(EngineConfig(), CUDA, "float32")
     assert model.Layers.choose(EngineConfig(layers="local"), CUDA, "float32").kind == "local"

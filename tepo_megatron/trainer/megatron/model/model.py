@@ -236,14 +236,14 @@ class Layers:
                 "engine.parallel.cp_comm_type = a2a exchanges packed sequences with Transformer Engine 2.10 or newer, and "
                 f"{packages.te} is installed; upgrade it, or leave the field out"
             )
-        _check_attention(dtype, capability, cp=config.parallel.cp)
+        _check_attention(dtype, capability, packages.te or "2.11", cp=config.parallel.cp)
         return cls("te", packages)
 
 
 LOCAL = Layers("local")
 
 
-def _check_attention(dtype: str, capability: tuple[int, int], *, cp: int) -> None:
+def _check_attention(dtype: str, capability: tuple[int, int], te: str, *, cp: int) -> None:
     """Transformer Engine's choice for packed sequences, as 2.9 to 2.11 make it."""
     if dtype == "float32":
         raise ValueError(
@@ -261,6 +261,8 @@ def _check_attention(dtype: str, capability: tuple[int, int], *, cp: int) -> Non
         raise ValueError(
             f"engine.parallel.cp = {cp} needs another attention: {reason}; install flash-attn, or set engine.parallel.cp to 1"
         )
+    if Version(te) < Version("2.11"):
+        raise ValueError(f"Transformer Engine {te} has no attention here: {reason}; upgrade to 2.11, or install flash-attn")
     warnings.warn(
         f"{reason}, so that the attention of a sequence of T tokens holds T × T scores; install flash-attn for long responses",
         stacklevel=3,
