@@ -25,6 +25,7 @@ from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.runtime.text import parse_json
 from tepo_megatron.sampler.protocol import SamplerOptions
 from tepo_megatron.sampler.vllm import resources, wire
+from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 HEALTH_TIMEOUT_S = 30.0  # a busy server is slow; a dead one refuses at once
@@ -283,8 +284,14 @@ class Server:
     def make_all(config: ServerConfig, numbers: Sequence[int], *, key: str, **options: Unpack[SamplerOptions]) -> list[Server]:
         """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError for too few resources."""
         model_dir, adapter_rank, first_gpu = options["model_dir"], options.get("adapter_rank"), options.get("first_gpu", 0)
-        weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-        resources.check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
+        weights_bytes, on_gpu = sum(file.stat().st_size for file in model_dir.glob("*.safetensors")), _has_gpu()
+        graphs = on_gpu and options.get("trained") and not config.argument_among("--enforce-eager")
+        if graphs and config.quantization == "fp8_per_channel" and read_model_spec(model_dir).experts is not None:
+            raise ValueError(
+                "rollout.server.quantization = fp8_per_channel with experts: vLLM's CUDA graphs read memory of the experts' "
+                "kernels, which an update frees; set fp8_per_block or fp8_per_tensor, or put --enforce-eager in extra_args"
+            )
+        resources.check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=on_gpu)
         gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
         bound = resources.worker_cores(config, len(numbers), options.get("cores"))
         return [

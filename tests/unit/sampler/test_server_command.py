@@ -317,6 +317,29 @@ def test_experts_that_vllm_pads_to_blocks_are_refused_unless_it_loads_them_itsel
     sampler_spec().check_model(ServerConfig.model_validate(blocks | {"tp": 4}), replace(spec, experts=None))
 
 
+def test_graphs_of_experts_that_an_update_would_break_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM 0.32's CUTLASS kernel for scales per channel has its strides in tensors that a reload makes again."""
+
+    def make(*, gpu: bool = True, trained: bool = True, experts: Any = MIXTRAL.experts, **changed: Any) -> None:
+        spec = replace(MIXTRAL, experts=experts)
+        monkeypatch.setattr("tepo_megatron.sampler.vllm.server.read_model_spec", lambda _: spec)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        config = ServerConfig.model_validate({"quantization": "fp8_per_channel", "dtype": "bfloat16", **changed})
+        folders: Any = {"model_dir": tmp_path, "log_dir": tmp_path}
+        Server.make_all(config, [0], key="k", dtype="auto", stop_token_ids=[2], trained=trained, **folders)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ValueError, match=r"an update frees; .* --enforce-eager"):
+        make()
+    with pytest.raises(ValueError, match=r"an update frees; .* --enforce-eager"):
+        make(placement="colocated", transfer="gather")
+    make(extra_args=("--enforce_eager",))
+    make(quantization="fp8_per_block")
+    make(experts=None)
+    make(gpu=False)
+    make(trained=False, transfer="gather")  # a teacher's
+
+
 def test_an_evaluation_has_no_plan_and_takes_padded_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.read_model_spec", lambda _: MIXTRAL)
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.load_tokenizer", Mock(side_effect=OSError("checked")))
