@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 _MARKS = range(0xE000, 0x110000)  # private use first; they replace special tokens' texts in templates
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TEXTS = 200
+_DAY = date(2024, 7, 26)  # templates see no clock: a resumed run must read the same tokens; Llama 3.2's own default
 # vLLM's limits of rows and of all tokens; above the second an engine on a GPU dies at the first sample
 _BAD_WORDS = {"VLLM_MAX_NUM_BAD_WORDS": 128, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": 1024}
 
@@ -291,7 +293,7 @@ class _HuggingFaceTokenizer(Tokenizer):
             filled[-1] = {**filled[-1], "content": filled[-1]["content"] + answer}
         if tools and "tools" not in str(self.chat_template):
             raise ValueError("the tokenizer's chat template has no place for tools; describe them in a message")
-        more = {**self.variables, **({} if tools is None else {"tools": shown})}
+        more = {"strftime_now": _DAY.strftime, **self.variables, **({} if tools is None else {"tools": shown})}
 
         def render(messages: Any) -> str:
             return str(self._model.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more))

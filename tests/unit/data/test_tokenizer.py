@@ -174,6 +174,10 @@ class TestChat:
         with pytest.raises(ValueError, match="thinks is no variable of"):
             load_tokenizer(TINY, {"thinks": False})
 
+    def test_a_template_sees_the_same_day_on_every_day(self, tmp_path: Path) -> None:
+        tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path, TEMPLATE + '{{ strftime_now("%d %b %Y") }}'))
+        assert tokenizer.show(tokenizer.chat_ids((("user", "a"),))).endswith("⟦<|assistant|>⟧26 Jul 2024")
+
     def test_a_template_that_refuses_says_why(self, chat: Tokenizer) -> None:
         talk = (("user", "a"), ("user", "b"))
         refusal = r"problem 'p' cannot be encoded: .* does not take messages of user, user: roles must alt"
