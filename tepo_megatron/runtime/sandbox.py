@@ -27,7 +27,12 @@ _LARGEST_FILE = 10**7
 _MOST_WRITTEN, _MOST_FILES = 10 * _LARGEST_FILE, 5000
 _LOOK_S = 0.25
 
-_ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+_ENVIRONMENT: Mapping[str, str] = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # a program whose output depends on a set's order has the same reward in each run
+}
 """``HOME`` and ``TMPDIR`` are added."""
 
 
@@ -247,8 +252,8 @@ _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] 
         },
     ),
 }
-_PYTHON = (sys.executable, "-I", "-S")
-"""Has neither this package's folders nor the user's variables, and the standard library alone."""
+_PYTHON = (sys.executable, "-P", "-s", "-S")
+"""Has neither this package's folders nor the user's, and the standard library alone: -I, but PYTHONHASHSEED is read."""
 
 
 @contextmanager
@@ -281,7 +286,8 @@ def _identity() -> tuple[bool, int]:
                 _confined((__file__,), (True, capabilities)) as (folder, confine),
             ):
                 command = [*_PYTHON, "-c", f"open({__file__!r}); open({folder!r} + '/file', 'w')"]
-                if subprocess.run(command, preexec_fn=confine, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                tried = subprocess.run(command, env=_ENVIRONMENT, preexec_fn=confine, stderr=subprocess.DEVNULL, check=False)
+                if tried.returncode == 0:
                     return True, capabilities
     return False, 0
 

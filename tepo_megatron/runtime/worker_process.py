@@ -47,6 +47,7 @@ class WorkerProcess:
                 stderr=stderr,
                 bufsize=0,
                 start_new_session=True,
+                env={"PYTHONHASHSEED": "0", **os.environ},
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

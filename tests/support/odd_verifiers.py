@@ -79,6 +79,8 @@ def judge(problem: Problem, response: ResponseText) -> Any:
             return len(sys.stdin.read())
         case "pid":
             return os.getpid()
+        case "hash":
+            return hash("a") % 2**40
     values = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "bool": True}
     if what in values:
         return values[what]

@@ -106,6 +106,12 @@ def test_each_comes_back_once_with_its_own_reward(pool: RewardPool, values: list
         assert results[number].reward == (-1.0 if value == "raise" else 2 * float(value))
 
 
+def test_sets_have_the_same_order_in_each_worker(tries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pool_of() as one, pool_of() as other:
+        assert one.score([(PROBLEM, "hash")])[0].reward == other.score([(PROBLEM, "hash")])[0].reward
+
+
 def test_problem_and_text_arrive_unchanged() -> None:
     text = "\u2028 \n \ud800 ü 😀 \0 \\"
     with RewardPool(RewardConfig(verifier="exact")) as exact:

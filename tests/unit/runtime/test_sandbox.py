@@ -132,6 +132,13 @@ def test_a_program_starts_no_process_and_has_no_power_of_root(options: tuple[str
     assert printed("print('runs')", *options) == "runs"
 
 
+def test_a_program_has_the_same_order_of_sets_in_each_run_and_no_modules_of_its_folder() -> None:
+    program = "import os, sys; print(hash('a'), {'', os.getcwd()} & {*sys.path} or 'none')"
+    first, second = printed(program), printed(program)
+    assert first == second
+    assert first.endswith(" none")
+
+
 @pytest.mark.parametrize("options", [(), ("no landlock",)])
 def test_a_program_leaves_no_memory_behind(options: tuple[str, ...]) -> None:
     """Key 0 is ``IPC_PRIVATE``: only the numbers that the calls return name the objects."""
