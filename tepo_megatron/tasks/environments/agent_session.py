@@ -147,9 +147,10 @@ class ChatAnswer:
     malformed: bool = False
 
     @classmethod
-    def read(cls, action: ResponseText, tool_calls: str) -> ChatAnswer:
-        """``tool_calls`` is their format."""
-        text, calls, malformed = str(action), [], False
+    def read(cls, action: ResponseText, tool_calls: str, turn: int = 1) -> ChatAnswer:
+        """``tool_calls`` is their format, ``turn`` the answer's number in the episode."""
+        text, malformed = str(action), False
+        calls: list[dict[str, Any]] = []
         between, content = _split(text) if tool_calls == "hermes" else ([], text)
         for written in between:
             try:
@@ -159,7 +160,8 @@ class ChatAnswer:
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 malformed = True
                 continue
-            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+            # Templates print it, so the same episode must have the same.
+            calls.append({"id": f"call_{turn}_{len(calls)}", "type": "function", "function": function})
         message: Message = {"role": "assistant", "content": content.strip() if calls else text}
         if calls:
             message["tool_calls"] = calls
@@ -307,6 +309,7 @@ class AgentSession:
     posted: Any = None
     result: Any = None
     error: BaseException | None = None
+    _answers: int = 0
     _said: list[Message] = field(default_factory=list)
     _tools: Any = None  # from the first request: templates show tools at the beginning
     _turn: _Turn | None = None
@@ -406,7 +409,8 @@ class AgentSession:
         """Returns whether a tool call cannot be read."""
         turn = self._turn
         assert turn is not None, "nothing was asked"
-        answer = ChatAnswer.read(action, self.tool_calls)
+        self._answers += 1
+        answer = ChatAnswer.read(action, self.tool_calls, self._answers)
         self._said.append(answer.message)
         if not turn.answer.done():
             turn.answer.set_result(answer.completion(turn.asked.model, action))

@@ -369,6 +369,7 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
         f"\n<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls
     )
     action = ResponseText(written, [1, 2, 3])
+    action.prompt_tokens = 7
     asked = AgentRequest.read({"messages": [{"role": "user", "content": "hi"}]}, SAMPLING, frozenset())
     answer = ChatAnswer.read(action, "hermes")
     assert not answer.malformed
@@ -379,6 +380,7 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
     assert body["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
     found = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message.get("tool_calls", [])]
     assert found == calls
+    assert [each["id"] for each in message.get("tool_calls", [])] == [f"call_1_{index}" for index in range(len(calls))]
     assert (message["content"] or "") == before
     results = [{"role": "tool", "content": "1", "tool_call_id": "x"}] * max(1, len(calls))
 
@@ -390,11 +392,13 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
         await first
         again = AgentRequest.read({"messages": [*asked.messages, message, *results]}, SAMPLING, frozenset())
         second = asyncio.create_task(talk.ask(again, again=False))
-        found = await talk.wait()
-        second.cancel()
-        return found
+        request = await talk.wait()
+        talk.give(action)
+        return request, (await second)["choices"][0]["message"].get("tool_calls", [])
 
-    assert asyncio.run(talking()) == ChatRequest(tuple(results), False)
+    request, later = asyncio.run(talking())
+    assert request == ChatRequest(tuple(results), False)
+    assert [item["id"] for item in later] == [f"call_2_{index}" for index in range(len(calls))]
     assert "tool_calls" not in ChatAnswer.read(action, "text").message
 
 
