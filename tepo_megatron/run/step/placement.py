@@ -70,9 +70,9 @@ class Placement:
             return None
         if threads != "auto":
             return threads
-        # Phases that alternate have all cores each; phases that overlap share them.
+        # Phases that alternate have all cores each; phases that overlap share them, also in a replay: threads change rounding.
         overlaps = self.config.train.schedule == "overlap" and self.server.placement == "local"
-        taken = sampler_spec().cores(self.server, cores) if overlaps and self.config.rollout.replay is None else set()
+        taken = sampler_spec().cores(self.server, cores) if overlaps else set()
         return max(1, len(set(cores) - taken) // self.machine.local_ranks)
 
     def saves_beside_training(self, spec: ModelSpec) -> bool:

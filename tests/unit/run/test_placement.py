@@ -152,7 +152,9 @@ def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them
     threads: int | str | None, server: dict[str, Any], overlap: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tepo_megatron.sampler.vllm.resources.available_cores", lambda: list(range(8)))
-    assert Placement(config(server, threads=threads, overlap=overlap), LAPTOP).trainer_threads(range(8)) == expected
+    run = config(server, threads=threads, overlap=overlap)
+    replay = run.model_copy(update={"rollout": run.rollout.model_copy(update={"replay": "/recorded"})})
+    assert [Placement(each, LAPTOP).trainer_threads(range(8)) for each in (run, replay)] == [expected, expected]
 
 
 def test_threads_that_cannot_act_are_refused() -> None:
