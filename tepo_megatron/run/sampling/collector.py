@@ -30,7 +30,7 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.user_code import line_of
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
-from tepo_megatron.sampler.rollout_file import rollout_fault
+from tepo_megatron.sampler.rollout_file import Record, rollout_fault
 from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.protocol import RewardResult, Task
 from tepo_megatron.trainer.run_compatibility import is_allowed
@@ -121,7 +121,9 @@ class RolloutCollector:
             # The entry is written last: the files that it refers to must exist.
             if self._is_dynamic:
                 self._store.write_state(step, {"drawn_by": drawn_by, "figures": figures, "after": self._buffer.state()})
-            self._journal.write(step, rollouts, drawn_by, self._rewards.failed)
+            # One problem may have several groups under way.
+            numbers = "" if self._thread is None else "".join(f"/{group.number}" for group in batch)
+            self._journal.write(step, rollouts, drawn_by + numbers, self._rewards.failed)
             self._store.keep_only([group.number for group in self._buffer.pending()])
         return rollouts
 
@@ -132,9 +134,9 @@ class RolloutCollector:
         if self._is_dynamic and (after is None or after.get("drawn_by") != self._step_identity(first)):
             return None
 
-        def drawn_by(rollouts: Sequence[Rollout]) -> str | None:
-            groups = first or self._buffer.groups_of(problem_ids(rollouts))
-            return self._step_identity(groups) if groups else None
+        def drawn_by(entry: Record) -> str | None:
+            groups = first or self._buffer.groups_of(problem_ids(entry.rollouts))
+            return "".join([self._step_identity(groups), *entry.drawn_by.partition("/")[1:]]) if groups else None
 
         def problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
             return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
@@ -148,7 +150,8 @@ class RolloutCollector:
             self._buffer.skip_step(after["after"])
             self._figures |= after["figures"]
         else:
-            self._figures |= self._buffer.skip(problem_ids(entry.rollouts))
+            numbers = [int(number) for number in entry.drawn_by.split("/")[1:]]
+            self._figures |= self._buffer.skip(problem_ids(entry.rollouts), numbers)
         return entry.rollouts
 
     def _wait(self, thread: _BackgroundThread) -> None:

@@ -195,13 +195,16 @@ class GroupBuffer:
             return []
         return [self._group(-1, None, 0, self._by_id[name], None) for name in problem_ids]
 
-    def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
-        """They must be problems of the run."""
+    def skip(self, problem_ids: Sequence[str], numbers: Sequence[int]) -> dict[str, float]:
+        """They must be problems of the run. ``numbers``: their groups', unknown (empty) in entries of older versions."""
         batch = []
         with self.changed:
+            while self.order.drawn <= max(numbers, default=-1):
+                self.waiting.append(self._draw())
             for problem_id in problem_ids:
-                while (match := next((group for group in self.waiting if group.problem.id == problem_id), None)) is None:
+                while not (same := [group for group in self.waiting if group.problem.id == problem_id]):
                     self.waiting.append(self._draw())
+                match = min(same, key=lambda group: group.number not in numbers)
                 self.waiting.remove(match)
                 batch.append(match)
             self._batch = (self._turn, batch)

@@ -78,8 +78,8 @@ class Journal:
         decides |= {name: value for name, value in newer.items() if value}
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
-    def find(self, step: int, drawn_by: Callable[[Sequence[Rollout]], str | None], *, stalest: int = 0) -> Record | None:
-        """None if the rollouts must be drawn. ``drawn_by``: the identity of a valid entry with these rollouts, or None.
+    def find(self, step: int, drawn_by: Callable[[Record], str | None], *, stalest: int = 0) -> Record | None:
+        """None if the rollouts must be drawn. ``drawn_by``: the identity of a valid entry like this, or None.
         ``stalest``: how many versions older weights may be.
         """
         path = record_path(self.folder, step)
@@ -88,7 +88,7 @@ class Journal:
         rollout = self._config.rollout
         try:
             entry = Record.read(self.folder, step)
-            if entry.drawn_by != drawn_by(entry.rollouts):
+            if entry.drawn_by != drawn_by(entry):
                 self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings or data")
                 return None
             size = {"prompts": rollout.prompts_per_step, "samples": rollout.samples_per_prompt}

@@ -1,6 +1,7 @@
 """The overlapped schedule: what is sampled ahead, what meets which step, and that nothing is lost or trained on twice."""
 
 import random
+import sys
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
@@ -152,6 +153,21 @@ def test_a_run_that_goes_back_while_it_reads_the_journal_draws_others(make: Any)
     assert again.schedule._find(0, ()) is None
     other = problems(collect_later(again, again.finish_all))
     assert not set(other) & set(first)
+
+
+def test_a_resumed_run_draws_no_group_again_that_it_trained_on_while_an_older_one_of_its_problem_ran(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROBLEMS", PROBLEMS[:B])
+    run = make(steps=100, journal=True)
+    state = run.state()
+    collect_later(run, lambda: (run.asked(2 * B), [run.servers.finish(number, (0, 0)) for number in range(B, 2 * B)]))
+    run.schedule.close()
+    again = make(state=state, steps=100, journal=True)
+    again.collect()
+    again.trained()
+    collect_later(again, again.finish_all)
+    assert sorted(again.asked(2 * B)) == [*range(B), *range(2 * B, 3 * B)]
 
 
 def test_a_resumed_run_without_overlap_draws_again_what_was_drawn_ahead(make: Any) -> None:
