@@ -153,7 +153,7 @@ class _EventsFile(LogFile):
         piece = io.BytesIO()
         writer = RecordWriter(piece)
         now = time.time()
-        if not self.path.exists():
+        if not os.path.exists(self.path):  # not Path.exists, which raises if the disk is away
             writer.write(Event(wall_time=now, step=event["step"], file_version="brain.Event:2").SerializeToString())
         writer.write(Event(wall_time=now, **event).SerializeToString())
         self.append(piece.getvalue())

@@ -113,9 +113,9 @@ def set_aside(folder: Path, why: str) -> Path:
 
 def remove(folder: Path) -> str | None:
     """Renames first: no run reads half a checkpoint. Returns a sentence if deleting failed, and for a link, which stays."""
-    if folder.is_symlink():
-        return f"{folder} is a link to {folder.readlink()} and stays; remove it by hand"
     try:
+        if folder.is_symlink():
+            return f"{folder} is a link to {folder.readlink()} and stays; remove it by hand"
         target = folder if _LEFTOVER.fullmatch(folder.name) else set_aside(folder, "partial")
         shutil.rmtree(target)
     except OSError as error:

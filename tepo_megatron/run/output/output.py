@@ -175,8 +175,8 @@ class Output:
         if self._lock.is_there():
             return
         resolved = self.folder / "resolved.yaml"
-        what = f"the lock of {self.folder}" if resolved.exists() else f"{self.folder}, with all that it held,"
         try:
+            what = f"the lock of {self.folder}" if resolved.exists() else f"{self.folder}, with all that it held,"
             self._lock.release()
             self._lock.take()
             write_atomically(resolved, dump_resolved(self._config, with_resume=False))
@@ -243,21 +243,21 @@ class Retention:
         if row is not None and self._train.keep_best is not None:
             value = value_in(row, self._train.keep_best.metric)
             self._values[step] = None if value is None or not math.isfinite(value) else float(value)
-        present = {step_of(path): path for path in checkpoints(self._folder)}
-        newest = max(present, default=0)
-        if newest > step or newest == self._seen:
-            return
-        self._seen = newest
         try:
-            best = self.best(present)
+            present = {step_of(path): path for path in checkpoints(self._folder)}
+            newest = max(present, default=0)
+            if newest > step or newest == self._seen:
+                return
+            self._seen = newest
+            best, unnamed = self.best(present), leftovers(self._folder)
         except (OSError, ValueError) as error:  # as of any log, it does not end the run
             if not self._said_unreadable:
                 self._said_unreadable = True
-                self._say(f"the best checkpoint is not known, and none is removed: {error}")
+                self._say(f"no older checkpoint is removed: {error}")
             return
         remaining = retained(present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=best)
         # A save of a later step may be in progress.
-        partial = {path: path.name.removeprefix("step_").partition(".partial") for path in leftovers(self._folder)}
+        partial = {path: path.name.removeprefix("step_").partition(".partial") for path in unnamed}
         unfinished = [path for path, (number, is_partial, _) in partial.items() if is_partial and int(number) <= newest]
         for folder in [*unfinished, *(path for saved, path in present.items() if saved not in remaining)]:
             failed = remove(folder)

@@ -83,18 +83,18 @@ class Journal:
         ``stalest``: how many versions older weights may be.
         """
         path = record_path(self.folder, step)
-        if not self._config.rollout.journal or not path.exists():
-            return None
         rollout = self._config.rollout
         try:
+            if not rollout.journal or not path.exists():
+                return None
             entry = Record.read(self.folder, step)
             if entry.drawn_by != drawn_by(entry):
                 self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings or data")
                 return None
             size = {"prompts": rollout.prompts_per_step, "samples": rollout.samples_per_prompt}
             check_rollouts(path, entry.rollouts, step=step, stalest=stalest, **size)
-        except ValueError as error:
-            self._say(f"step {step} is sampled again, since its entry in the journal is damaged: {error}")
+        except (OSError, ValueError) as error:
+            self._say(f"step {step} is sampled again, since its entry in the journal cannot be read: {error}")
             return None
         self._say(f"step {step} takes the rollouts that were drawn before the interruption: {path}")
         self._keep_record(path)

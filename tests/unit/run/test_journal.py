@@ -1,6 +1,8 @@
 """The journal and the records of rollouts: what is taken was drawn by the same weights, settings and data, or it is said."""
 
+import errno
 import multiprocessing
+import re
 import resource
 import shutil
 import signal
@@ -9,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -193,7 +196,7 @@ def test_entries_are_kept_since_the_oldest_checkpoint_up_to_a_size(tmp_path: Pat
     assert write(8) == [8]
 
 
-def test_a_disk_that_is_full_costs_the_entry_and_not_the_run(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_or_away_costs_the_entry_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = Said()
     one = journal(tmp_path, said)
     with files_of_at_most(100):
@@ -202,6 +205,10 @@ def test_a_disk_that_is_full_costs_the_entry_and_not_the_run(tmp_path: Path) -> 
     assert "step_0000003.jsonl [Errno 27]" in said[0]
     assert names(tmp_path / "journal") == []
     one.write(STEP, rollouts(), identity(one), 0)
+    with monkeypatch.context() as away:
+        away.setattr(Path, "exists", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        assert find(one, identity(one)) is None
+    assert re.match("step 3 is sampled again.*Stale file handle", said[-1])
     assert find(one, identity(one)) == Record(rollouts(), identity(one))
 
 

@@ -1,5 +1,6 @@
 """What a resumed run finds in its folder, and leaves there."""
 
+import errno
 import json
 import shutil
 import threading
@@ -7,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.metrics import read_metrics, token_files
+from tepo_megatron.run.output.output import Retention
 from tepo_megatron.runtime.run_lock import FILE, RunLock
+from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
 from tests.support.checkpoints import make_whole
 from tests.support.data_files import write_jsonl
 from tests.support.processes import files_of_at_most
@@ -197,6 +201,28 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
     assert scalars(tmp_path, "lr") == [(at, at + 0.5) for at in range(4)]
     assert "Traceback" not in capfd.readouterr().err
     assert not set(threading.enumerate()) - threads
+
+
+@pytest.mark.parametrize("look", ["exists", "is_dir", "is_symlink"])
+def test_a_disk_that_is_away_for_a_moment_costs_no_row_and_no_checkpoint(
+    look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (output, _), said = open_output(tmp_path, log={"tensorboard": True}), list[str]()
+    retention = Retention(load_run(None, [f"output={tmp_path}", "train.keep_checkpoints=1"]), said.append)
+    for step in (1, 2):
+        make_whole(tmp_path / "checkpoints", step, ranks=1)
+    with monkeypatch.context() as away:
+        away.setattr(Path, look, Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        output.write_row(2, {"lr": 0.5})
+        retention.after_row(2)
+    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [1, 2]
+    assert len(said) == 1
+    assert "Stale file handle" in said[0]
+    make_whole(tmp_path / "checkpoints", 3, ranks=1)
+    retention.after_row(3)
+    output.close()
+    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
+    assert scalars(tmp_path, "lr") == [(2, 0.5)]
 
 
 @pytest.mark.parametrize("has_room", [True, False])
