@@ -54,8 +54,8 @@ class Loop:
         self.rollback = Rollback(self.config.train)
 
     def run(self) -> None:
-        """Every rank calls. Signals, skipped steps, and errors of servers, sampling, rewards, checks and evaluation, are raised
-        on all ranks once unsaved steps are saved.
+        """Every rank calls. Signals, skipped steps, and errors of disks, servers, sampling, rewards, checks and evaluation,
+        are raised on all ranks once unsaved steps are saved.
         """
         try:
             self.run_steps()
@@ -178,8 +178,8 @@ class Loop:
             else:
                 try:
                     died = self.rank0.update_weights(version, self.publisher)
-                except (RuntimeError, ValueError) as error:
-                    if not is_ours(error):
+                except (RuntimeError, ValueError, OSError) as error:
+                    if not (isinstance(error, OSError) or is_ours(error)):
                         raise
                     failed = error  # it is raised after the canary, in which the other ranks take part
             # By the step, so that a resumed run checks, and logs, after the same steps; and if all servers have just started.
@@ -267,20 +267,22 @@ class Loop:
 
     def checked(self, work: Callable[[Rank0], _T], *, unless: Callable[[], bool] = bool) -> _T | None:
         """Like ``from_root``. Raises _WorkFailed on every rank if the work fails."""
-        errors: list[RuntimeError | ValueError] = []
+        errors: list[RuntimeError | ValueError | OSError] = []
 
-        def attempt(rank0: Rank0) -> tuple[_T | None, str | None]:
+        def attempt(rank0: Rank0) -> tuple[_T | None, str | None, bool]:
             try:
-                return work(rank0), None
-            except (RuntimeError, ValueError) as error:
-                if not is_ours(error):
+                return work(rank0), None, False
+            except (RuntimeError, ValueError, OSError) as error:
+                is_system = isinstance(error, OSError)
+                if not (is_system or is_ours(error)):
                     raise
                 errors.append(error)
-                return None, str(error)
+                return None, str(error), is_system
 
-        answer, problem = self.from_root(attempt, unless=unless) or (None, None)
-        if problem is not None:
-            raise _WorkFailed(errors[0] if errors else RuntimeError(problem))
+        answer, problem, is_system = self.from_root(attempt, unless=unless) or (None, None, False)
+        if problem is not None:  # a RuntimeError raised below is a sentence, after which no ranks are restarted
+            other = OSError(f"rank 0: {problem}") if is_system else RuntimeError(problem)
+            raise _WorkFailed(errors[0] if errors else other)
         return answer
 
     def on_root(self, work: Callable[[Rank0], _T]) -> _T | None:

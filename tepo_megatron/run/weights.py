@@ -28,7 +28,7 @@ class WeightPublisher:
             self._sender = make_shard_sender(config, weights)
 
     def update_weights(self, version: WeightsVersion) -> None:
-        """Every rank calls; rank 0 raises ServerDied, RuntimeError or ValueError."""
+        """Every rank calls; rank 0 raises ServerDied, RuntimeError, ValueError or OSError."""
         weights, fleet, sender = self._weights, self._fleet, self._sender
         if not self._has_servers:
             return

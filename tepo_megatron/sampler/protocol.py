@@ -94,8 +94,8 @@ class SampleStream(ResponseStream, Protocol):
 class WeightReceiver(Protocol):
     """A run uses one method. It returns when every server uses the new weights for its next token.
 
-    An error leaves the weights undefined: ServerDied (then ``Sampler.revive`` and repeat), otherwise RuntimeError or
-    ValueError with the tensor.
+    An error leaves the weights undefined: ServerDied (then ``Sampler.revive`` and repeat), otherwise OSError, or
+    RuntimeError or ValueError with the tensor.
     """
 
     @abstractmethod

@@ -179,7 +179,7 @@ class Fleet(ServerPool, Sampler):
         stream = iter(tensors)
         try:
             self._update(version, lambda sync: sync.update_from_tensors(version, manifest, stream, settings))
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, OSError):
             for _ in stream:  # each tensor is a collective of the trainer's ranks
                 continue
             raise
@@ -187,7 +187,7 @@ class Fleet(ServerPool, Sampler):
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
         try:
             self._update(version, lambda sync: sync.update_from_shards(version, sender))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             if failed := sender.finish_update(arrived=False):
                 raise type(error)(f"{error}. {failed}") from error
             raise

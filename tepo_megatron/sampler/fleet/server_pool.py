@@ -217,7 +217,7 @@ class ServerPool:
             try:
                 self._launch(servers, until=ALL_COMPLETED)  # one that still loads is not restarted for another's failure
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 if self._stopped:
                     raise
                 self._remember(error)

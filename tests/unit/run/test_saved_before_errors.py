@@ -1,15 +1,19 @@
 """Whole runs on the reference trainer and sampler that end with an error: what was trained is saved before."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tepo_megatron.errors import is_ours
+from tepo_megatron.run.loop import _WorkFailed
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.fleet.external import shared_key
 from tests.support.reference_sampler import ReferenceSampler
+from tests.support.reference_trainer import ReferenceTrainer
 
 FAILED = ".{} raised OSError: no upload in on_checkpoint at step {}"
 
@@ -139,6 +143,7 @@ def test_steps_before_a_failed_canary_are_saved(reference_run: Any, monkeypatch:
     assert reference_run(settings).run().noted("row ") == ["row 2", "row 3"]
 
 
+@pytest.mark.parametrize("is_sentence", [True, False])
 @pytest.mark.parametrize(
     ("call", "fails", "saved"),
     [
@@ -147,19 +152,30 @@ def test_steps_before_a_failed_canary_are_saved(reference_run: Any, monkeypatch:
     ],
 )
 def test_steps_before_servers_that_cannot_be_restarted_or_updated_are_saved(
-    call: str, fails: str, saved: str, reference_run: Any, monkeypatch: pytest.MonkeyPatch
+    call: str, fails: str, saved: str, is_sentence: bool, reference_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The canary's collective comes before the error: the other ranks take part in it."""
+    """The canary's collective comes before the error: the other ranks take part in it, and end with an error of its kind."""
+
+    def fail(*_: object) -> None:
+        if is_sentence:
+            shared_key(Path("/dev/null/registry"))  # any sentence
+        os.listdir("/dev/null/registry")
 
     class Kills:
         def on_step_end(self, step: int, row: Any) -> None:
             if step == 1:
                 run.deaths += [call]
-                # any sentence
-                monkeypatch.setattr(ReferenceSampler, fails, lambda *_: shared_key(Path("/dev/null/registry")))
+                monkeypatch.setattr(ReferenceSampler, fails, fail)
 
+    broadcast = Mock(side_effect=lambda value: value)
+    monkeypatch.setattr(ReferenceTrainer, "broadcast_from_root", broadcast)
     shared = {"rollout.server.placement": "colocated"}
     run = reference_run({"train": {"steps": 3, "save_every": 0}, **shared}, callbacks=[Kills()])
-    with pytest.raises(RuntimeError, match="the key of the rollout servers cannot be written"):
+    with pytest.raises((RuntimeError, NotADirectoryError), match="/dev/null/registry") as own:
         run.run()
     assert run.noted("save ") == [saved]
+    (broadcast.return_value,) = (call.args[0] for call in broadcast.call_args_list if "/dev/null" in str(call))
+    broadcast.side_effect = run.loop.rank0 = None
+    with pytest.raises(_WorkFailed) as other:
+        run.loop.checked(print)
+    assert is_ours(own.value) == isinstance(other.value.error, RuntimeError) == is_sentence
