@@ -17,16 +17,16 @@ _SHORT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errn
 _PAUSES_S = (1.0, 4.0)
 
 
-def with_retries(read: Callable[[], T]) -> T:
-    """Tries again after errors of a shared disk that can be over in seconds. ``read`` changes nothing."""
+def with_retries(work: Callable[[], T]) -> T:
+    """Tries again after errors of a shared disk that can be over in seconds. ``work`` may be repeated."""
     for pause_s in _PAUSES_S:
         try:
-            return read()
+            return work()
         except OSError as error:
             if error.errno not in _SHORT_ERRORS:
                 raise
         time.sleep(pause_s)
-    return read()
+    return work()
 
 
 def try_writing(folder: Path) -> None:

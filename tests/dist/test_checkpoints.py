@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config.objective.choices import ClipRange
+from tepo_megatron.runtime import files
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
@@ -226,6 +227,7 @@ def save_on_a_failing_disk(rank: int, _world: int, folder: Path, failing_rank: i
     engine.checkpoints.begin(folder, step=1, state={})
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing_rank:
+            patch.setattr(files, "_PAUSES_S", ())
             patch.setattr(stored, "_write_file", fail)
             patch.setattr(os, "stat", fail)
         with pytest.raises(RuntimeError) as failed:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tepo_megatron.runtime.files import with_retries
 from tepo_megatron.weights.architecture import read_object
 from tepo_megatron.weights.geometry import Box, ShardLayout
 from tepo_megatron.weights.storage.manifest import FileRecord, model_files
@@ -273,7 +275,7 @@ def write_boxes(
         name = f"{SHARDS}/{stem}-{number:05d}.safetensors"
         if written.error is None:
             try:
-                written.files[name] = _write_file(folder, name, batch, metadata)
+                written.files[name] = with_retries(partial(_write_file, folder, name, batch, metadata))
             except OSError as error:
                 written.error = written.describe_error(folder / name, error)
         batch.clear()

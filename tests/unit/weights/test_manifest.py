@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -138,6 +139,21 @@ def test_a_failed_write_is_told_and_every_box_is_still_drawn(tmp_path: Path) -> 
     assert "File too large (EFBIG)" in written.error
     assert drawn == list(range(6))
     assert written.bytes == 4 * (500 * 15 + 6)
+
+
+def test_a_short_error_of_the_disk_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is told only when all is written."""
+    sync, errors = os.fsync, [OSError(number, os.strerror(number)) for number in (errno.EIO, errno.ESTALE)]
+
+    def failing(handle: int) -> None:
+        if errors:
+            raise errors.pop()
+        sync(handle)
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(os, "fsync", failing)
+    assert CheckpointManifest.read_whole(make_whole(tmp_path, 6)).step == 6
+    assert not errors
 
 
 @pytest.mark.parametrize(("key", "value"), [("updates", -4), ("updates", "24"), ("updates", True), ("model", None)])
