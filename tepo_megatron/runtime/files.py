@@ -85,6 +85,7 @@ class LogFile:
         self.path = path
         self._failed = failed
         self._waiting: list[bytes] = []
+        self._end: int | None = None  # of the whole pieces, while a failed one may follow
 
     @property
     def waiting(self) -> int:
@@ -116,13 +117,35 @@ class LogFile:
 
     def flush(self) -> None:
         try:
+            self._cut_failed()
             while self._waiting:
-                _append(self.path, self._waiting[0])
+                self._write(self._waiting[0])
                 del self._waiting[0]
         except OSError as error:
+            with suppress(OSError):  # the next flush tries again
+                self._cut_failed()
             if self._failed is None:
                 raise
             self._failed(self.path, error)
+
+    def _cut_failed(self) -> None:
+        if self._end is not None:
+            with suppress(FileNotFoundError):
+                if self.path.stat().st_size > self._end:  # a device has no end to go back to
+                    os.truncate(self.path, self._end)
+            self._end = None
+
+    def _write(self, piece: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("ab", buffering=0)
+        self._end = file.seek(0, os.SEEK_END)
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        finally:
+            file.close()  # a network's disk says only here that it is full
+        self._end = None
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -153,20 +176,3 @@ def parse_samples(
         if not isinstance(row, dict) or (numbered and type(row.get("step")) is not int):
             raise ValueError(f"{path}:{number}: not a {what}: {expected} was expected; remove the line")
         yield row
-
-
-def _append(path: Path, piece: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab", buffering=0)
-    start = file.seek(0, os.SEEK_END)
-    rest = memoryview(piece)
-    try:
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        finally:
-            file.close()  # a network's disk says only here that it is full
-    except OSError:
-        with suppress(OSError):  # a device has no end to go back to
-            os.truncate(path, start)
-        raise

@@ -56,7 +56,7 @@ def test_nothing_is_lost_or_cut_on_a_disk_that_was_full(
 
 
 def test_a_disk_that_is_full_only_when_a_file_is_closed_keeps_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As network disks and quotas are."""
+    """As network disks and quotas are. The part is cut off before the next write, if the disk is away meanwhile."""
 
     class Closes(io.FileIO):
         def close(self) -> None:
@@ -77,6 +77,15 @@ def test_a_disk_that_is_full_only_when_a_file_is_closed_keeps_no_part(tmp_path: 
     assert (path.read_bytes(), failures) == (b"one\n", [(path, errno.EDQUOT)])
     file.append(b"three\n")
     assert path.read_bytes() == b"one\ntwo\nthree\n"
+    with monkeypatch.context() as away:
+        away.setattr(os, "truncate", Mock(side_effect=OSError(errno.ETIMEDOUT, "away")))
+        faults.append(errno.EDQUOT)
+        file.append(b"four\n")
+        assert path.read_bytes() == b"one\ntwo\nthree\nfou"
+        file.append(b"five\n")
+        assert path.read_bytes() == b"one\ntwo\nthree\nfou"
+    file.append(b"six\n")
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\nsix\n"
 
 
 @given(lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"))), rest=st.binary(max_size=5))
