@@ -132,7 +132,7 @@ _NUMBERS = itertools.count()
 
 class _EventsFile(LogFile):
     def __init__(self, folder: Path, failed: Failed | None) -> None:
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06d}"
         super().__init__(folder / name, failed)
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
