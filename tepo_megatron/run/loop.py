@@ -64,9 +64,8 @@ class Loop:
             self.say_failed_callback()
             raise
         except _WorkFailed as failed:
-            self.finish_save()
             if self.step > self.stopping.saved_step:
-                sentence = f"{failed.error}; the run saves and ends"  # first, since the save may fail, too
+                sentence = f"{failed.error}; the run saves and ends"  # first, since a save may fail, also one under way
                 self.on_root(lambda rank0: rank0.output.message(sentence))
                 self.save_before_leaving(failed)
             self.say_failed_callback()

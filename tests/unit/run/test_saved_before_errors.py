@@ -13,7 +13,7 @@ from tepo_megatron.run.loop import _WorkFailed
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.sampler.fleet.external import shared_key
 from tests.support.reference_sampler import ReferenceSampler
-from tests.support.reference_trainer import ReferenceTrainer
+from tests.support.reference_trainer import ReferenceCheckpoints, ReferenceTrainer
 
 FAILED = ".{} raised OSError: no upload in on_checkpoint at step {}"
 
@@ -70,6 +70,26 @@ def test_a_callback_that_fails_in_the_save_of_a_stopped_run_is_said(reference_ru
     with pytest.raises(StopRequested):
         run.run()
     assert FAILED.format("Uploads", run.loop.step) in run.said[-1]
+
+
+def test_an_error_is_said_before_a_save_under_way_fails(
+    reference_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(problem: Any, response: str) -> float:
+        if (tmp_path / "gone").exists():
+            raise OSError("the judge does not answer")
+        return len(response) % 3
+
+    class Ends:
+        def on_step_end(self, step: int, row: Any) -> None:
+            if step == 2:
+                (tmp_path / "gone").touch()
+                monkeypatch.setattr(ReferenceCheckpoints, "finish", Mock(side_effect=RuntimeError("no room")))
+
+    run = reference_run({"train": {"steps": 3, "save_every": 2}, "reward.max_failed": 1.0}, callbacks=[Ends()], reward=judge)
+    with pytest.raises(RuntimeError, match="no room"):
+        run.run(lambda loop: setattr(loop, "saves_beside_training", True))
+    assert any(re.search("the judge does not answer.*; the run saves and ends", text) for text in run.said)
 
 
 def test_steps_before_rollouts_that_make_no_batch_are_saved(reference_run: Any, tmp_path: Path) -> None:
