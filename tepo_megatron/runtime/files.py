@@ -73,6 +73,9 @@ def sync_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # Linux's answer if a file system cannot sync folders
+            raise
     finally:
         os.close(handle)
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.runtime.files import LogFile, read_lines
+from tepo_megatron.runtime.files import LogFile, read_lines, sync_to_disk
 from tepo_megatron.runtime.run_lock import FILE, SILENT_S, RunLock
 from tests.support.processes import files_of_at_most, python_programs
 from tests.support.programs import TIMEOUT_S
@@ -86,6 +87,16 @@ def test_a_disk_that_is_full_only_when_a_file_is_closed_keeps_no_part(tmp_path: 
         assert path.read_bytes() == b"one\ntwo\nthree\nfou"
     file.append(b"six\n")
     assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\nsix\n"
+
+
+def test_a_file_system_that_cannot_sync_folders_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as VirtualBox's shared folders. A file must be synced."""
+    (tmp_path / "file").touch()
+    for number, path in ((errno.EINVAL, tmp_path), (errno.EIO, tmp_path), (errno.EINVAL, tmp_path / "file")):
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, "planted")))
+        is_fault = (number, path) != (errno.EINVAL, tmp_path)
+        with pytest.raises(OSError, match="planted") if is_fault else nullcontext():
+            sync_to_disk(path)
 
 
 @given(lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"))), rest=st.binary(max_size=5))
