@@ -445,8 +445,6 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
         yield "train.rollback with rollout.replay: the same rollouts would be read again; leave one of them out"
     if overlap and server.placement == "colocated":
         yield f"train.schedule = overlap with {_COLOCATED}, whose servers take turns with the trainer; set another placement"
-    if overlap and server.cpu_threads == "all" and server.placement == "local":
-        yield "rollout.server.cpu_threads = all with train.schedule = overlap leaves the trainer no core; name some, such as 0"
     if overlap and uncorrected:
         yield (
             f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} lets "
@@ -455,6 +453,8 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
     servers = {"rollout.server": server}
     servers |= {f"teachers.{name}.server": item.served for name, item in run.teachers.items() if item.place == "server"}
     for field, item in servers.items():
+        if overlap and item.cpu_threads == "all" and item.placement == "local":
+            yield f"{field}.cpu_threads = all with train.schedule = overlap leaves the trainer no core; name some, such as 0"
         dtype, bfloat16 = item.served_dtype(run.dtype()), f"set {field}.dtype = bfloat16"
         if item.head_dtype == dtype:
             yield f"{field}.head_dtype = {item.head_dtype} does nothing for servers in {dtype}; leave it out, or {bfloat16}"

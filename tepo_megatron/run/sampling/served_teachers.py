@@ -18,7 +18,7 @@ from tepo_megatron.core.rollout import Logprobs, Rollout, TopTokens
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import available_cores, this_machine
-from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream, ServerDied, make_sampler, sampler_spec
+from tepo_megatron.sampler.protocol import ResponseStream, Sampler, SampleStream, ServerDied, make_sampler
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.protocol import RewardResult, Task
 
@@ -34,13 +34,10 @@ class ServedTeachers:
         self._config, self._say = config, say
         samples = config.rollout.replay is None
         named = {name: teacher for name, teacher in config.teachers.items() if teacher.place == "server" and samples}
-        gpus, cores = Placement(config, this_machine()).teacher_gpus, available_cores()
-        policy = config.rollout.server
-        taken = sampler_spec().cores(policy, cores) if named and policy.placement == "local" else set()
+        placement = Placement(config, this_machine())
+        gpus, (cores, _) = placement.teacher_gpus, placement.split_cores(available_cores())
         self.samplers: dict[str, Sampler] = {}
         for name, teacher in named.items():
-            left = [core for core in cores if core not in taken] or cores
-            taken |= sampler_spec().cores(teacher.served, left) if teacher.local_workers else set()
             self.samplers[name] = make_sampler(
                 teacher.served,
                 model_dir=resolve_model_path(teacher.path),
@@ -49,7 +46,7 @@ class ServedTeachers:
                 log_dir=config.output / "logs" / f"teacher-{name}",
                 seed=config.seed,
                 first_gpu=gpus[name],
-                cores=left,
+                cores=cores[name],
                 with_ranks=True,
                 report=partial(self._report, name),
             )

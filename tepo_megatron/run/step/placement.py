@@ -63,6 +63,16 @@ class Placement:
         """Worker, numbered over all servers → trainer's rank on its GPU."""
         return {worker: worker for worker in range(self.workers)} if self.server.placement == "colocated" else {}
 
+    def split_cores(self, cores: Sequence[int]) -> tuple[dict[str, Sequence[int]], set[int]]:
+        """Returns each served teacher's, all if other servers leave none, and what servers take."""
+        taken = sampler_spec().cores(self.server, cores) if self.server.placement == "local" else set()
+        left: dict[str, Sequence[int]] = {}
+        for name, teacher in self.config.teachers.items():
+            if teacher.place == "server":
+                left[name] = [core for core in cores if core not in taken] or cores
+                taken |= sampler_spec().cores(teacher.served, left[name]) if teacher.local_workers else set()
+        return left, taken
+
     def trainer_threads(self, cores: Sequence[int]) -> int | None:
         """None is torch's default."""
         threads = self.config.engine.cpu_threads
@@ -71,8 +81,7 @@ class Placement:
         if threads != "auto":
             return threads
         # Phases that alternate have all cores each; phases that overlap share them, also in a replay: threads change rounding.
-        overlaps = self.config.train.schedule == "overlap" and self.server.placement == "local"
-        taken = sampler_spec().cores(self.server, cores) if overlaps else set()
+        taken = self.split_cores(cores)[1] if self.config.train.schedule == "overlap" else set()
         return max(1, len(set(cores) - taken) // self.machine.local_ranks)
 
     def saves_beside_training(self, spec: ModelSpec) -> bool:

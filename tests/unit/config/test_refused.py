@@ -160,6 +160,7 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         (["train.stale=keep"], "stale = keep does nothing with schedule = sync"),
         (["train.kv_cache=keep"], "kv_cache = keep does nothing with schedule = sync"),
         ([OVERLAP, FREE, f"{SERVER}.cpu_threads=all"], "leaves the trainer no core"),
+        ([OVERLAP, FREE, TAUGHT, "teachers.a.server.cpu_threads=all", TEPO], "teachers.a.server.cpu_threads = all with"),
         # groups and long responses
         ([PENALISE], "truncated = penalise needs overlong.buffer"),
         (["rollout.truncated=mask", f"objective.advantage.overlong={LONG}"], "the longest would not be penalised; set rollout"),

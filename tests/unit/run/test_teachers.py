@@ -26,6 +26,8 @@ from tepo_megatron.run.sampling.group_worker import BusyClock, GroupWorker
 from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.served_teachers import ServedTeachers
+from tepo_megatron.run.step.placement import Placement
+from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.sampler.vllm.resources import worker_cores
@@ -183,10 +185,11 @@ def test_scores_that_wait_end_with_the_run_and_with_a_reset(teacher: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("cores", "threads", "expected"), [(8, "auto", ["1|4", "2"]), (8, "0-6", ["7|7", "0"]), (2, "auto", ["1|1", "0"])]
+    ("cores", "threads", "expected", "trainers"),
+    [(8, "auto", ["1|4", "2"], 4), (8, "0-6", ["7|7", "0"], 1), (2, "auto", ["1|1", "0"], 1)],
 )
 def test_servers_of_teachers_leave_the_others_their_cores_if_any_are_left(
-    cores: int, threads: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    cores: int, threads: str, expected: list[str], trainers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
 
@@ -199,9 +202,17 @@ def test_servers_of_teachers_leave_the_others_their_cores_if_any_are_left(
     sources = [f"{{path: 'builtin:addition', name: {name}, teacher: {name}}}" for name in "ab"]
     settings = [f"rollout.server.cpu_threads={threads}", f"data.train=[{', '.join(sources)}]", *TEPO]
     settings += [f"teachers.{name}={{path: 'builtin:tiny', place: server}}" for name in "ab"]
-    teachers = ServedTeachers(load_run(TINY, [*settings, "teachers.a.server.tp=2"]), Mock(), print)
+    overlap = [
+        "train.schedule=overlap",
+        "rollout.uncorrected=true",
+        "engine.cpu_threads=auto",
+        "engine.parallel={tp: 1, sequence_parallel: false}",
+    ]
+    run = load_run(TINY, [*settings, *overlap, "teachers.a.server.tp=2"])
+    teachers = ServedTeachers(run, Mock(), print)
     teachers.close()
     assert made == expected
+    assert Placement(run, Machine()).trainer_threads(range(cores)) == trainers
 
 
 def test_the_number_of_top_tokens_decides_what_a_journal_has() -> None:
