@@ -72,8 +72,10 @@ def _more_digits(gold: list[Any]) -> int:
 
 
 def _parse_gold(answer: str) -> list[object]:
+    if "\\begin" in answer:
+        answer = " ".join(answer.split())  # math-verify reads $...$ in one line only
     answer = _plain(answer).replace("\\$", "")  # currency signs, not the signs around LaTeX
-    text = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+    text = answer if any(sign in answer for sign in ("$", "\\boxed", "\\]")) else f"${answer}$"
     gold: list[object] = parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
     if not gold:
         raise ValueError(f"math-verify finds no expression in the answer {answer!r}; use another verifier, or correct the data")

@@ -174,6 +174,9 @@ def score(response: str) -> float | None:
         ("12", "<think>So \\boxed{12}? No.</think>The answer is **16**.", False),
         ("-5", "The answer is −5.", True),
         ("5", f"The answer is {'1' * 5000}", False),  # more digits than sympy reads
+        ("\\begin{pmatrix}\n1 \\\\\n4\n\\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\4\end{pmatrix}}", True),
+        ("$\n\\begin{pmatrix}\n1 \\\\\n4\n\\end{pmatrix}\n$", r"\boxed{4}", False),
+        (r"\[ \begin{pmatrix}1\\4\end{pmatrix} \]", r"\boxed{\begin{pmatrix}1\\4\end{pmatrix}}", True),
     ],
 )
 def test_math_reads_numbers_as_they_are_written(answer: str, response: str, right: bool) -> None:
