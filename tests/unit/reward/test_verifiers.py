@@ -120,6 +120,8 @@ def test_math_verify_agrees_but_for_what_is_listed() -> None:
             if int(math(_problem(expected), response)) != int(verdicts[-1]):
                 wrong.append(line)
     assert not wrong, "\n".join(wrong)
+    with pytest.raises(ValueError, match="Can't evaluate nan or zoo"):
+        math(_problem(r"\frac{1}{0}"), "5")
 
 
 HARMLESS = {"Integer", "Float", "Rational", "Number", "Add", "Mul", "Pow"}
