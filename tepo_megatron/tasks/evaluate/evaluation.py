@@ -33,18 +33,19 @@ def verifier_pools(
     if it is open which component decides.
     """
     pools: dict[str | None, Task] = {None: task, task.verifier: task}
-    task.rehearse([*train, *heldout, *(problem for of in sets if of.verifier in pools for problem in of.problems)])
+    for problems in (train, heldout):
+        task.rehearse(problems)
     for problem in heldout:
         RewardResult.check_component("evaluate.correct", config.evaluate.correct, task.components_of(problem))
     with ExitStack() as opened:
         for of in sets:
-            if of.verifier not in pools:
-                other = config.reward.model_copy(update={"verifier": of.verifier, "kwargs": {}, "weights": None})
-                try:
-                    pool = pools[of.verifier] = opened.enter_context(RewardPool(other))
-                    pool.rehearse(of.problems)
-                except ValueError as error:
-                    raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
+            try:
+                if of.verifier not in pools:
+                    other = config.reward.model_copy(update={"verifier": of.verifier, "kwargs": {}, "weights": None})
+                    pools[of.verifier] = opened.enter_context(RewardPool(other))
+                pools[of.verifier].rehearse(of.problems)
+            except ValueError as error:
+                raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
             for problem in of.problems:
                 RewardResult.check_component(of.correct_field, of.correct, pools[of.verifier].components_of(problem))
         yield pools

@@ -16,7 +16,7 @@ from tepo_megatron.core.problem import Problem, ResponseText, reward_fault
 from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.runtime.worker_process import End, Worker, WorkerCall, WorkerPool, WorkerProcess
 from tepo_megatron.tasks.protocol import RewardResult, Task
-from tepo_megatron.tasks.reward.verifiers import resolve_verifier
+from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.tasks.reward.worker import ScoreOutcome, serve_verifier
 
 _REHEARSAL_PROBLEMS = 4
@@ -99,7 +99,9 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
         self.unfinished = 0
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Scores right and wrong answers, and learns the components' names. Raises ValueError if all fail."""
+        """Scores right and wrong answers, and learns the components' names. Raises ValueError if all fail, or none can pass."""
+        if self._custom is None:
+            check_reachable(self._config.verifier, problems)
         tried = problems[:_REHEARSAL_PROBLEMS]
         wrong = [problem.other_answer(problems) for problem in tried]
         copies = 2 if self.scores_groups else 1

@@ -344,6 +344,23 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
             pass
 
 
+def test_answers_that_no_response_reaches_are_refused_in_sets_and_held_out_problems(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """``last_word`` gives no response 1 if all answers have spaces."""
+    write_jsonl(tmp_path / "words.jsonl", [{"prompt": "1+1=", "answer": "is 2"}])
+    config, words = make_config(), {"path": str(tmp_path / "words.jsonl"), "verifier": "last_word"}
+    sets = EvaluationSet.load_all(make_config(sets={"sums": words}), TOKENIZER)
+    for verifier, chosen, heldout in (("last_word", sets, []), ("exact", sets, []), ("last_word", [], sets[0].problems)):
+        reward = config.reward.model_copy(update={"verifier": verifier})
+        whose = "evaluate.sets.sums: " if chosen else ""
+        refused = pytest.raises(ValueError, match=f"^{whose}the verifier last_word can give no .* 'is 2' of problem")
+        with VerifierTask(reward, config.data) as task, refused, verifier_pools(config, chosen, task, heldout, PROBLEMS):
+            pass
+    with VerifierTask(config.reward, config.data, custom=last_word) as task, verifier_pools(config, sets, task):
+        pass
+
+
 def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(
         "def parts(problem, response):\n    return {'right': response == problem.answer, 'form': 1}\n"
