@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -343,6 +343,22 @@ class RolloutConfig(Section):
 
     def trains_on(self, finish_reason: str) -> bool:
         return self.truncated != "mask" or finish_reason != "length"
+
+    def check_room(
+        self, prompts: Iterable[tuple[int, str]], limit: float, new: int | None = None, owner: str = "rollout"
+    ) -> None:
+        """``prompts``: tokens and the problem's id. ``owner`` has its own ``new``. Raises ValueError."""
+        new = self.sampling.max_new_tokens if new is None else new
+        longest, problem = max(prompts)
+        if longest + new > limit:
+            bound = "" if self.server.max_model_len is None else " (rollout.server.max_model_len)"
+            advice = f"lower max_new_tokens to {max(1, limit - longest)} or less"
+            if new < limit:  # else no prompt is short enough
+                advice += f", or set data.max_prompt_tokens={limit - new}"
+            raise ValueError(
+                f"the prompt of problem {problem!r} ({longest} tokens) and {owner}.sampling.max_new_tokens = {new} exceed the "
+                f"{limit} tokens that the model takes{bound}; {advice}"
+            )
 
     def _faults(self) -> Iterator[str]:
         if self.replay is None and (size := self.server.argument_among(*_SIZES)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,15 +77,12 @@ class Inputs:
             tokenizer.check_sampling(config.rollout.sampling, (problem for source in train for problem in source.used))
         limit = config.rollout.server.max_model_len or spec.max_positions
         used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
-        sizes, field = [(prompt.tokens, prompt.problem.id) for prompt in used], "sampling.max_new_tokens"
-        _check_room(config, limit, sizes, config.rollout.sampling.max_new_tokens, f"rollout.{field}")
+        sizes = [(prompt.tokens, prompt.problem.id) for prompt in used]
+        config.rollout.check_room(sizes, limit)
         if replay is None:
             _check_teachers(config, limit, max(sizes)[0])
         names = [name for name in evaluate.sets if evaluate.every_of(name) and replay is None]
-        sets = EvaluationSet.load_all(config, tokenizer, names)
-        for chosen in sets:
-            sizes = [(len(prompt), problem.id) for prompt, problem in zip(chosen.prompts, chosen.problems, strict=True)]
-            _check_room(config, limit, sizes, chosen.max_new_tokens, f"evaluate.sets.{chosen.name}.{field}")
+        sets = EvaluationSet.load_all(config, tokenizer, names, limit)
         left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
         problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
         seen = [*problems, *unseen, *(problem for chosen in sets for problem in chosen.problems)]
@@ -158,17 +155,3 @@ def _check_teachers(config: RunConfig, limit: int, longest: int) -> None:
                     f"{most}: lower rollout.sampling.max_new_tokens, or rollout.server.max_model_len to {room - 1} with an "
                     "environment"
                 )
-
-
-def _check_room(config: RunConfig, limit: int, prompts: Iterable[tuple[int, str]], new: int, field: str) -> None:
-    """``prompts``: tokens and the problem's id. ``field`` holds ``new``."""
-    longest, problem = max(prompts)
-    if longest + new > limit:
-        bound = "" if config.rollout.server.max_model_len is None else " (rollout.server.max_model_len)"
-        advice = f"lower max_new_tokens to {max(1, limit - longest)} or less"
-        if new < limit:  # else no prompt is short enough
-            advice += f", or set data.max_prompt_tokens={limit - new}"
-        raise ValueError(
-            f"the prompt of problem {problem!r} ({longest} tokens) and {field} = {new} exceed the {limit} tokens that the "
-            f"model takes{bound}; {advice}"
-        )

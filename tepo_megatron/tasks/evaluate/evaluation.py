@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -150,14 +151,20 @@ class EvaluationSet:
         return result.is_correct(self.correct_at, self.correct)
 
     @classmethod
-    def load_all(cls, config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
-        """Raises ValueError for unusable problems."""
+    def load_all(
+        cls, config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None, limit: float = inf
+    ) -> list[EvaluationSet]:
+        """``limit``: tokens that the model takes. Raises ValueError for unusable problems."""
         known = config.evaluate.sets
         chosen = list(known) if names is None else list(names)
         for name in chosen:
             if name not in known:
                 raise ValueError(f"there is no set {name!r}; evaluate.sets has {', '.join(known) or 'none'}")
-        return [_load_set(config, tokenizer, name) for name in chosen]
+        sets = [_load_set(config, tokenizer, name) for name in chosen]
+        for of in sets:
+            sizes = [(len(prompt), problem.id) for prompt, problem in zip(of.prompts, of.problems, strict=True)]
+            config.rollout.check_room(sizes, limit, of.max_new_tokens, f"evaluate.sets.{of.name}")
+        return sets
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tepo_megatron.runtime.text import echo, parse_json
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.sources import Source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
@@ -62,7 +63,11 @@ def evaluate_model(
     tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)
     tokenizer.check_model()
     heldout, left_out = _heldout(config, tokenizer, sets)
-    chosen = EvaluationSet.load_all(config, tokenizer, sets)
+    limit = config.rollout.server.max_model_len or spec.max_positions
+    if heldout:
+        used = heldout[: config.evaluate.problems]
+        config.rollout.check_room([(len(encode_prompt(tokenizer, problem)), problem.id) for problem in used], limit)
+    chosen = EvaluationSet.load_all(config, tokenizer, sets, limit)
     problems = chain(heldout, *(evaluation_set.problems for evaluation_set in chosen))
     tokenizer.check_sampling(config.rollout.sampling, problems)
     output = config.output / "eval"

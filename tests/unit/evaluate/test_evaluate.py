@@ -254,6 +254,22 @@ def test_a_model_is_evaluated_with_the_function_that_its_run_was_given(config_of
         evaluate_model(config, "builtin:tiny", sets=["sums"], table=False)
 
 
+@pytest.mark.parametrize(
+    ("sets", "changes", "message"),
+    [
+        (["words"], {}, r"evaluate\.sets\.words\.sampling\.max_new_tokens = 512 exceed the 256 tokens that the model takes;"),
+        (["sums"], {"rollout": {"server": {"max_model_len": 12}}}, r"\.sums\..* the 12 .*\(rollout\.server\.max_model_len\);"),
+        (None, {"data": {"heldout": "builtin:addition-heldout"}}, r"and rollout\.sampling\.max_new_tokens = 512 exceed"),
+    ],
+)
+def test_an_evaluation_must_fit_the_model(
+    sets: list[str] | None, changes: dict[str, Any], message: str, config_of_eval: RunConfig
+) -> None:
+    config = RunConfig.model_validate({**config_of_eval.model_dump(exclude_unset=True), **changes})
+    with pytest.raises(ValueError, match=message):
+        evaluate_model(config, "builtin:tiny", sets=sets, table=False)
+
+
 def test_an_evaluation_says_how_far_it_is(
     config_of_eval: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -348,7 +348,9 @@ def test_an_evaluation_has_no_plan_and_takes_padded_experts(tmp_path: Path, monk
         evaluate_model(load_run(None, [*blocks, f"output={tmp_path}/out"]), "builtin:tiny")
 
 
-@pytest.mark.parametrize(("run", "given"), [(RUN, []), (None, ["evaluate.sets.more.path=builtin:addition"])])
+@pytest.mark.parametrize(
+    ("run", "given"), [(RUN, []), (None, ["evaluate.sets.more.path=builtin:addition", "rollout.sampling.max_new_tokens=8"])]
+)
 def test_an_evaluation_compares_the_tokenizer_with_vllms_before_a_server_starts(
     run: Path | None, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +372,8 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeyp
     monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.make_sampler", refuse)
     for placement in ("local", "colocated"):
         server = {"placement": placement, "tp": 2, "load_format": "dummy"}
-        config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": server}})
+        rollout = {"server": server, "sampling": {"max_new_tokens": 8}}
+        config = RunConfig.model_validate({"output": tmp_path, "rollout": rollout})
         with pytest.raises(RuntimeError, match="local, 2, False, float32"):
             evaluate_model(config, "builtin:tiny")
     config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": {"placement": "external", "registry": "/r"}}})
