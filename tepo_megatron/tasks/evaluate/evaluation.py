@@ -30,9 +30,23 @@ Pools = Mapping[str | None, Scorer]
 def verifier_pools(
     config: RunConfig, sets: Sequence[EvaluationSet], task: Task, heldout: Sequence[Problem] = (), train: Sequence[Problem] = ()
 ) -> Iterator[Mapping[str | None, Task]]:
-    """Yields each verifier's scorer: the task (also for None) or a pool. Raises ValueError if one cannot score its problems, or
-    if it is open which component decides.
+    """Yields each verifier's scorer: the task (also for None) or a pool. Raises ValueError if one cannot score its problems, if
+    it is open which component decides, or if prompts would lack tools.
     """
+    data = config.data
+    sources = (*data.train_sources, *data.heldout_sources, *config.evaluate.sets.values())
+    # a plain prompt is then one message, and may show them
+    wraps = data.chat_template or any(source.chat_template for source in sources)
+    prompts = [problem for of in sets for problem in of.problems]
+    prompts += heldout if config.environment is None else ()  # an environment may show them itself, as rollout.collect
+    prompts += train if config.environment is None and config.rollout.collect is None else ()
+    for problem in prompts:
+        is_plain = wraps and [role for role, _ in problem.messages if role != "system"] == ["user"]
+        if problem.messages and not is_plain and isinstance(tools := problem.metadata.get("tools"), list) and tools:
+            raise ValueError(
+                f"problem {problem.id!r} has tools beside its messages, and its prompt would not show them: use an agent or an "
+                "environment, or describe them in the system message and rename the column"
+            )
     pools: dict[str | None, Task] = {None: task, task.verifier: task}
     for problems in (train, heldout):
         task.rehearse(problems)

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
@@ -375,6 +376,21 @@ def test_answers_that_no_response_reaches_are_refused_in_sets_and_held_out_probl
             pass
     with VerifierTask(config.reward, config.data, custom=last_word) as task, verifier_pools(config, sets, task):
         pass
+
+
+def test_tools_that_no_prompt_shows_are_refused_without_an_environment() -> None:
+    problem = Problem("p", "1+1=", "2", {"tools": [{"name": "add"}]}, (("user", "1+1="),))
+    others = [replace(problem, messages=()), replace(problem, metadata={"tools": []})]
+    config, game = RunConfig(), RunConfig.model_validate({"environment": {"name": "guess_number"}})
+    wrapped = RunConfig.model_validate({"data": {"chat_template": True}})
+    refused = pytest.raises(ValueError, match="problem 'p' has tools beside its messages, and its prompt would not show them")
+    with VerifierTask(config.reward, config.data) as task:
+        for run, chosen, heldout in ((config, [], [problem]), (game, [as_set([problem])], [])):
+            with refused, verifier_pools(run, chosen, task, heldout):
+                pass
+        for run, heldout in ((config, others), (game, [problem]), (wrapped, [problem])):
+            with verifier_pools(run, [], task, heldout):
+                pass
 
 
 def test_the_named_component_decides_and_one_must_be_named(tmp_path: Path) -> None:
