@@ -91,7 +91,9 @@ class Judge:
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
         """Override it if the score is one component of several."""
-        values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
+        chat = "\n\n".join(f"{role}: {content}" for role, content in problem.messages)
+        prompt = chat if len(problem.messages) > 1 else problem.prompt
+        values = {"prompt": prompt, "answer": problem.answer, "response": str(response)}
         # Not str.format: the prompt may have other braces, and inserted text must not be parsed.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
         reply = await self.ask(question)

@@ -317,6 +317,21 @@ def test_scores_come_from_the_judge_and_outages_are_failures(server: JudgeServer
     assert "is a to q in {{braces}} |right {answer}" in {body["messages"][0]["content"] for body in server.requests}
 
 
+def test_the_judge_reads_every_message_of_a_chat(server: JudgeServer) -> None:
+    judge = Judge(**kwargs(server))  # type: ignore[arg-type]
+
+    async def score_all() -> None:
+        for first in ("2+3?", "2+4?"):
+            chat = (("user", first), ("assistant", "5"), ("user", "Sure?"))
+            await judge.score(Problem("p", "Sure?", "a", messages=chat), ResponseText("right"))
+        await judge.score(Problem("p", "2+3?", "a", messages=(("user", "2+3?"),)), ResponseText("right"))
+
+    asyncio.run(score_all())
+    chats = [f"user: {first}\n\nassistant: 5\n\nuser: Sure?" for first in ("2+3?", "2+4?")]
+    asked = [body["messages"][0]["content"] for body in server.requests]
+    assert asked == [f"is a to {prompt} in {{{{braces}}}} |right" for prompt in (*chats, "2+3?")]
+
+
 def test_nobody_at_the_address_is_a_failure() -> None:
     judge = Judge("http://127.0.0.1:9/v1", "m", retries=0)
     with pytest.raises(JudgeError, match=r"127\.0\.0\.1:9/v1.* gave no reply: Conn"):
