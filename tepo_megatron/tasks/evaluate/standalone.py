@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
 from itertools import chain
@@ -19,6 +20,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import echo, parse_json
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
@@ -53,7 +55,7 @@ def evaluate_model(
     (responses) and ``results/NAME.json`` (figures with intervals).
 
     Raises ValueError for nothing to evaluate, an unusable model, source or verifier, a ``rollout.server.tp`` that cannot split
-    the model, or external servers that start without weights; RuntimeError if a server does not start.
+    the model, external servers that start without weights, or a folder in use; RuntimeError if a server does not start.
     """
     config = config.with_dtype(config.dtype(this_machine().gpus))
     folder = resolve_model_path(str(model))
@@ -68,8 +70,7 @@ def evaluate_model(
         used = heldout[: config.evaluate.problems]
         config.rollout.check_room([(len(encode_prompt(tokenizer, problem)), problem.id) for problem in used], limit)
     chosen = EvaluationSet.load_all(config, tokenizer, sets, limit)
-    problems = chain(heldout, *(evaluation_set.problems for evaluation_set in chosen))
-    tokenizer.check_sampling(config.rollout.sampling, problems)
+    tokenizer.check_sampling(config.rollout.sampling, chain(heldout, *(of.problems for of in chosen)))
     output = config.output / "eval"
     fleet = make_sampler(
         servers,
@@ -87,24 +88,28 @@ def evaluate_model(
     served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
     progress = _progress()
     answer = partial(fleet.generate, on_progress=progress)
-    generate = partial(StoredResponses(stored, answer, state, served, resume=resume), **truncation)
-    num_problems = len(heldout[: config.evaluate.problems]) + sum(len(of.problems) for of in chosen)
-    echo(f"evaluates {model} on {num_problems} problems; starts the servers (their logs: {output / 'logs'})", err=True)
-    with open_task(config, tokenizer, spec, reward) as task, verifier_pools(config, chosen, task, heldout) as pools, fleet:
-        result = evaluate_all(
-            config,
-            heldout,
-            chosen,
-            generate=generate,
-            generate_heldout=task.heldout_generate(generate, fleet, heldout, on_progress=progress, **truncation),
-            tokenizer=tokenizer,
-            pools=pools,
-            seed=lambda _purpose: config.seed,
-        )
-    _write(output, result)
-    results = result.sets if result.heldout is None else (*result.sets, result.heldout)
-    written = [write_results(output / RESULTS, item, model=model, state=state, seed=config.seed) for item in results]
-    stored.unlink(missing_ok=True)  # the results have them
+    lock = RunLock(output)
+    with ExitStack() as stack:
+        lock.take()
+        stack.callback(lock.release)
+        generate = partial(StoredResponses(stored, answer, state, served, resume=resume), **truncation)
+        num_problems = len(heldout[: config.evaluate.problems]) + sum(len(of.problems) for of in chosen)
+        echo(f"evaluates {model} on {num_problems} problems; starts the servers (their logs: {output / 'logs'})", err=True)
+        with open_task(config, tokenizer, spec, reward) as task, verifier_pools(config, chosen, task, heldout) as pools, fleet:
+            result = evaluate_all(
+                config,
+                heldout,
+                chosen,
+                generate=generate,
+                generate_heldout=task.heldout_generate(generate, fleet, heldout, on_progress=progress, **truncation),
+                tokenizer=tokenizer,
+                pools=pools,
+                seed=lambda _purpose: config.seed,
+            )
+        _write(output, result)
+        results = result.sets if result.heldout is None else (*result.sets, result.heldout)
+        written = [write_results(output / RESULTS, item, model=model, state=state, seed=config.seed) for item in results]
+        stored.unlink(missing_ok=True)  # the results have them
     if table:
         console = Terminal.of_output()
         if heldout:

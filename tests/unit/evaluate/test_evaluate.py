@@ -22,6 +22,7 @@ from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
@@ -269,6 +270,20 @@ def test_an_evaluation_must_fit_the_model(
     config = RunConfig.model_validate({**config_of_eval.model_dump(exclude_unset=True), **changes})
     with pytest.raises(ValueError, match=message):
         evaluate_model(config, "builtin:tiny", sets=sets, table=False)
+
+
+def test_answers_that_another_evaluation_stores_are_left_alone(config_of_eval: RunConfig) -> None:
+    folder = config_of_eval.output / "eval"
+    lock = RunLock(folder)
+    lock.take()
+    (folder / "responses.jsonl").write_text('{"key": "not who')
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"eval is in use by process \d+ .* give another folder \(output=…\)"):
+            evaluate_model(config_of_eval, "builtin:tiny", sets=["sums"], table=False, resume=resume)
+        assert (folder / "responses.jsonl").read_text() == '{"key": "not who'
+    lock.release()
+    evaluate_model(config_of_eval, "builtin:tiny", sets=["sums"], table=False)
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", "results", "samples.jsonl"]
 
 
 def test_an_evaluation_says_how_far_it_is(
