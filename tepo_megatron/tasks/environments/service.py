@@ -420,6 +420,8 @@ class RemoteEnvironments:
             except (RuntimeError, ValueError) as error:
                 server.gone = str(error).removeprefix("environment.servers: ")
             else:
+                with suppress(httpx.HTTPError, RuntimeError):  # its episodes would keep the server full
+                    server.http.delete(f"{_SESSIONS}/{server.session}")
                 self._inbox.put((server, opened))
                 self._start(opened)
                 return

@@ -1,7 +1,6 @@
 """What an environment can do to its process, here and on another machine, and what becomes of it: its own episode fails with a
 sentence, the others go on. A server has a key: who has none is answered without being read, nobody takes all connections, and a
-body that is no request is refused.
-"""
+body that is no request is refused."""
 
 import contextlib
 import json
@@ -118,8 +117,7 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
 @pytest.mark.parametrize(("name", "concurrency"), [("Waits", 1), ("Leaking", 1), ("Leaking", 3), ("Large", 3)])
 def test_what_an_episode_leaves_behind_costs_no_other(name: str, concurrency: int) -> None:
     """The others wait for room: a ``close`` that waits too long, and memory, 400 MB where a worker has 200 and is replaced
-    between two episodes, also if they overlap, but not for memory that they give back.
-    """
+    between two episodes, also if they overlap, but not for memory that they give back."""
     problems = [Problem(str(at), "", "fine") for at in range(20)]
     limits = {"timeout_s": 3.0 if name == "Waits" else 600.0, "memory_mb": 200, "workers": 1, "concurrency": concurrency}
     with opened({**OWN, "name": f"{HOSTILE}:{name}", **limits}) as pool:
@@ -414,11 +412,14 @@ def test_a_server_that_failed_is_asked_again(
 ) -> None:
     monkeypatch.setattr("tepo_megatron.tasks.environments.service._RETRY_INTERVAL_S", 0.01)
     with trainer(key_file, service.url) as host:
-        for _ in range(2):
+        fails = {'404: {"error": "no such session"}': service._sessions.clear}  # as one that was started again
+        fails['400: {"error": "neither calls nor a question for answers"}'] = lambda: host.call(0, ["no call"])
+        for said, fail in fails.items():
             assert not begin(host, "")[0].lost
-            service._sessions.clear()  # a server that was started again knows none
-            lost = begin(host, "")[0].lost
-            assert lost == f'{service.url} answered with status 404: {{"error": "no such session"}}'
+            fail()
+            assert begin(host, "")[0].lost == f"{service.url} answered with status {said}"
+        assert not begin(host, "")[0].lost
+        assert eventually(lambda: len(service._sessions) == 1), "the old session is ended"
 
 
 def test_a_server_that_is_not_there_yet_is_asked_again(
