@@ -66,7 +66,7 @@ class EnvironmentService:
         self._sessions: dict[str, _Session] = {}
         self._owners: dict[int, tuple[_Session, int]] = {}
         self._numbers = count()
-        self._stopped = threading.Event()
+        self._stopped = False
         self._http = _Server((host, port), _Handler)
         self._http.service = self
         self.url = f"http://{host}:{self._http.server_port}"
@@ -81,7 +81,7 @@ class EnvironmentService:
         """Returns after ``stop``."""
         threading.Thread(target=self._http.serve_forever, args=(0.05,), name="environment-http", daemon=True).start()
         try:
-            while not self._stopped.is_set():
+            while not self._stopped:
                 self._work()
         finally:
             self._http.shutdown()
@@ -89,9 +89,9 @@ class EnvironmentService:
             self._workers.close()
 
     def stop(self) -> None:
-        """Threads and signal handlers may call it."""
-        self._stopped.set()
-        self._inbox.put((_Session(), []))  # wakes an idle service
+        """Threads and signal handlers may call it, so it takes no lock: an Event has one, and ``running_time``."""
+        self._stopped = True
+        self._inbox.put((_Session(seen=0.0), []))  # wakes an idle service
 
     def _work(self) -> None:
         try:

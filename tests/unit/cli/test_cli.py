@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 import tomllib
 from dataclasses import replace
 from functools import partial
@@ -21,16 +22,18 @@ import pytest
 import yaml
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.token_samples import train_samples
 from tepo_megatron.runtime.files import read_lines
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.environments.service import EnvironmentService
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.checkpoints import make_whole
 from tests.support.cli import invoke
 from tests.support.data_files import write_jsonl, write_parquet
-from tests.support.programs import run_python
+from tests.support.programs import TIMEOUT_S, run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -91,6 +94,25 @@ def test_the_examples_of_eval_are_accepted(tmp_path: Path, monkeypatch: pytest.M
 def test_environments_are_served_to_this_machine_alone_by_default() -> None:
     shown = invoke("environment", "serve", "--help").output
     assert "[default: 127.0.0.1]" in " ".join(shown.replace("│", " ").split())
+
+
+def test_a_second_signal_within_the_first_ends_served_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.tasks.environments.service.EnvironmentWorkers", Mock())
+    service = EnvironmentService(EnvironmentConfig(name="guess_number"), host="127.0.0.1", port=0, key="")
+
+    def signal_again(*_: object) -> Any:
+        service.stop()
+        return signal_again
+
+    def stop() -> None:
+        sys.settrace(signal_again)  # at each line, of this thread alone
+        service.stop()
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    service.serve()
 
 
 def test_show_prints_the_whole_run_or_what_differs(run_yaml: Path) -> None:
