@@ -183,8 +183,8 @@ class _ChatAddress:
         self._strangers = Strangers()
 
     async def url(self) -> str:
-        """The first call starts the server. Raises OSError if the port is not available."""
-        if self._starting is None:
+        """The first call starts the server, or the next if that failed. Raises OSError if the port is not available."""
+        if self._starting is None or (self._starting.done() and self._starting.exception()):
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
@@ -211,6 +211,7 @@ class _ChatAddress:
         try:
             server = await loop.create_server(lambda: _Connection(handler(), self._strangers), _HOST, port)
         except OSError as error:
+            await runner.cleanup()
             raise OSError(
                 f"environment.agent.port = {port} cannot be listened on ({error.strerror or error}); give another, or 0"
             ) from error

@@ -208,6 +208,17 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path,
     assert [response.response_ids[:3].tolist() for response, *_ in played] == [[3, 4, 5]] * 2
 
 
+def test_a_port_that_was_taken_is_asked_for_again() -> None:
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        with opened(config(agent={"port": port})) as pool:
+            with socket.create_server(("127.0.0.1", port)):
+                ((_, failed, _),) = play(pool, ["fine"])
+            ((_, result, _),) = play(pool, ["fine"])
+    assert f"environment.agent.port = {port} cannot be listened on" in str(failed.error)
+    assert (result.error, result.reward) == (None, 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
