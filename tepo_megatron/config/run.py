@@ -70,7 +70,7 @@ class RunConfig(Section):
 
     def dtype(self, gpus: int = 1) -> str:
         """``model.dtype``; ``auto`` by the machine's GPUs, which a plan assumes."""
-        automatic = "bfloat16" if gpus and self.engine.wants_gpus else "float32"
+        automatic = "bfloat16" if self.engine.platform == "cuda" or (gpus and self.engine.wants_gpus) else "float32"
         return automatic if self.model.dtype == "auto" else self.model.dtype
 
     def with_dtype(self, dtype: str) -> Self:

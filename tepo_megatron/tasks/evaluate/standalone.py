@@ -14,7 +14,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
@@ -50,14 +50,14 @@ def evaluate_model(
 
     With sets, the default held-out problems are left out: they belong to the demonstration. ``sets``: only these names.
     ``resume``: reuse responses of an interrupted evaluation of equal model and settings. ``reward``: the function or object
-    that ``train`` was given, in place of ``reward.verifier``. ``<output>/eval`` receives
-    ``metrics.json``, ``samples.jsonl``, servers' logs, and for each set, and ``data.heldout``, ``results/NAME.jsonl``
-    (responses) and ``results/NAME.json`` (figures with intervals).
+    that ``train`` was given, in place of ``reward.verifier``. ``<output>/eval`` receives ``metrics.json``, ``samples.jsonl``,
+    servers' logs, and for each set, and ``data.heldout``, ``results/NAME.jsonl`` (responses) and ``.json`` (figures).
 
     Raises ValueError for nothing to evaluate, an unusable model, source or verifier, a ``rollout.server.tp`` that cannot split
     the model, external servers that start without weights, or a folder in use; RuntimeError if a server does not start.
     """
-    config = config.with_dtype(config.dtype(this_machine().gpus))
+    config = config.model_copy(update={"engine": EngineConfig(platform="cpu" if config.engine.platform == "cpu" else "auto")})
+    config = config.with_dtype(config.dtype(this_machine().gpus))  # of the servers: there is no trainer
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
     sampler_spec().check_model(config.rollout.server.model_copy(update={"transfer": "gather"}), spec)  # vLLM loads the weights

@@ -373,7 +373,7 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeyp
     for placement in ("local", "colocated"):
         server = {"placement": placement, "tp": 2, "load_format": "dummy"}
         rollout = {"server": server, "sampling": {"max_new_tokens": 8}}
-        config = RunConfig.model_validate({"output": tmp_path, "rollout": rollout})
+        config = RunConfig.model_validate({"output": tmp_path, "rollout": rollout, "engine": {"platform": "cuda"}})
         with pytest.raises(RuntimeError, match="local, 2, False, float32"):
             evaluate_model(config, "builtin:tiny")
     config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": {"placement": "external", "registry": "/r"}}})
