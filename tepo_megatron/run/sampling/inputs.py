@@ -76,8 +76,7 @@ class Inputs:
         if replay is None:
             tokenizer.check_sampling(config.rollout.sampling, (problem for source in train for problem in source.used))
         limit = config.rollout.server.max_model_len or spec.max_positions
-        used = (prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out)
-        sizes = [(prompt.tokens, prompt.problem.id) for prompt in used]
+        sizes = [size for source in (*train, *heldout) for size in source.sizes]
         config.rollout.check_room(sizes, limit)
         if replay is None:
             _check_teachers(config, limit, max(sizes)[0])

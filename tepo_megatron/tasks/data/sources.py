@@ -42,6 +42,11 @@ class Source:
         return [prompt.problem for prompt in self.prompts if prompt.left_out is None]
 
     @property
+    def sizes(self) -> list[tuple[int, str]]:
+        """Returns (tokens, id) per prompt."""
+        return [(prompt.tokens, prompt.problem.id) for prompt in self.prompts if prompt.left_out is None]
+
+    @property
     def left_out(self) -> Counter[str]:
         return Counter(prompt.left_out for prompt in self.prompts if prompt.left_out is not None)
 

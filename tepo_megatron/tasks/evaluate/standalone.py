@@ -26,7 +26,6 @@ from tepo_megatron.runtime.text import echo, parse_json
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.sources import Source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
@@ -64,11 +63,8 @@ def evaluate_model(
     servers = _without_trainer(config.rollout.server)
     tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)
     tokenizer.check_model()
-    heldout, left_out = _heldout(config, tokenizer, sets)
     limit = config.rollout.server.max_model_len or spec.max_positions
-    if heldout:
-        used = heldout[: config.evaluate.problems]
-        config.rollout.check_room([(len(encode_prompt(tokenizer, problem)), problem.id) for problem in used], limit)
+    heldout, left_out = _heldout(config, tokenizer, sets, limit)
     chosen = EvaluationSet.load_all(config, tokenizer, sets, limit)
     tokenizer.check_sampling(config.rollout.sampling, chain(heldout, *(of.problems for of in chosen)))
     output = config.output / "eval"
@@ -135,13 +131,14 @@ def _progress() -> Callable[[int, int], None]:
     return say
 
 
-def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None) -> tuple[list[Problem], int]:
+def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None, limit: float) -> tuple[list[Problem], int]:
     default = config.data.heldout is None or "heldout" not in config.data.model_fields_set
     if sets or (config.evaluate.sets and default):
         return [], 0
     if config.data.heldout is None:
         raise ValueError("data.heldout is not given: there are no problems to evaluate on; give data.heldout = FILE")
     sources = Source.read_all(config.data, "heldout", tokenizer)
+    config.rollout.check_room([size for source in sources for size in source.sizes][: config.evaluate.problems], limit)
     return [problem for source in sources for problem in source.used], sum(source.left_out.total() for source in sources)
 
 
