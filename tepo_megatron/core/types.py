@@ -69,7 +69,7 @@ class Batch:
     @property
     def lengths_S(self) -> Tensor:
         """With prompts."""
-        return self.cu_seqlens.diff().long()
+        return self.cu_seqlens.diff()
 
     @property
     def sequence_index_T(self) -> Tensor:
@@ -84,7 +84,7 @@ class Batch:
         import torch
 
         index_T = self.sequence_index_T
-        return torch.arange(self.num_tokens, device=index_T.device) - self.cu_seqlens.long()[index_T]
+        return torch.arange(self.num_tokens, device=index_T.device) - self.cu_seqlens[index_T]
 
     def of_teacher(self, number: int) -> Tensor:
         """Returns the loss mask of its sequences, bool [T]."""
@@ -104,7 +104,7 @@ class Batch:
         """Those with a loss token."""
         import torch
 
-        before = torch.searchsorted(self.loss_mask_T.nonzero().flatten(), self.cu_seqlens.long())  # loss tokens before each
+        before = torch.searchsorted(self.loss_mask_T.nonzero().flatten(), self.cu_seqlens)  # loss tokens before each
         indices: list[int] = before.diff().nonzero().flatten().tolist()
         return indices
 
