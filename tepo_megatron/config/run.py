@@ -305,7 +305,7 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
         )
     if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
         yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
-    for name, reason in objective._idle_in_first_update() if once else ():
+    for name, reason in objective.idle_in_first_update() if once else ():
         warnings.warn(
             f"objective.{name} adds nothing with train.minibatches = 1 and one pass: at a step's only update "
             f"{reason}; 4 is usual",

@@ -164,7 +164,7 @@ class ObjectiveConfig(Section):
             elif ratio.kind == "token" and widest < 0.05:
                 warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
 
-    def _idle_in_first_update(self) -> Iterator[tuple[str, str]]:
+    def idle_in_first_update(self) -> Iterator[tuple[str, str]]:
         for name, term in (("kl_mask", self.kl_mask), ("kl", self.kl), ("kl_cov", self.kl_cov)):
             if term is not None and term.against == "old" and term.estimator != "k1":  # at 0 only k1 has a gradient
                 yield name, "the KL from the policy before it is 0"
