@@ -73,6 +73,8 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
             left += [sentence] if key in written and not off and sentence not in left else []
         elif not entry.made and not entry.note and value is not None and value not in entry.unset:
             _put(result, key, entry, value, peer.defaults.get(key), left)
+    if result.get("engine.parallel.ep", 1) == 1:  # experts are divided as the rest then, and some models have none
+        result.pop("engine.parallel.etp", None)
     try:
         made = {"trl": _trl, "verl": _verl, "nemo-rl": _nemo}[name](read, result, left)
         result |= {field: value for field, value in made.items() if value is not None}

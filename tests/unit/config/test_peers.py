@@ -250,6 +250,7 @@ FIRST = "num_layers_in_first_pipeline_stage: 5"
         ),
         ("verl", f"actor_rollout_ref: {{actor: {{strategy: fsdp, megatron: {{{EXPERTS}}}}}}}", (None, None, None, None)),
         ("verl", f"actor_rollout_ref: {{actor: {{megatron: {{{EXPERTS}}}}}}}", (4, 1, None, None)),
+        ("verl", "actor_rollout_ref: {actor: {megatron: {expert_tensor_parallel_size: 1}}}", (None, None, None, None)),
     ],
 )
 def test_the_division_of_experts_and_stages_is_kept(name: str, text: str, sizes: tuple[int | None, ...]) -> None:
