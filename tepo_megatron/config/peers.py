@@ -79,6 +79,7 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
         made = {"trl": _trl, "verl": _verl, "nemo-rl": _nemo}[name](read, result, left)
         result |= {field: value for field, value in made.items() if value is not None}
         longest = sum(result.get(field, 0) for field in ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens"))
+        result["evaluate.every"] = max(0, result.get("evaluate.every", 0))
         result["engine.micro_batch_tokens"] = max(result.get("engine.micro_batch_tokens", 4096), longest)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         if is_ours(error):

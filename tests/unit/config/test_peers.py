@@ -369,6 +369,27 @@ def test_a_share_of_unknown_steps_is_said(name: str, text: str, field: str) -> N
     assert any(re.search(rf"= 0\.1 is of .* not given; set {field}", sentence) for sentence in left)
 
 
+VERL_HELDOUT = "{{data: {{val_files: b.json}}, trainer: {{{}}}}}"
+NEMO_HELDOUT = "{{data: {{val_data_path: b.json}}, grpo: {{{}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "every"),
+    [
+        ("verl", VERL_HELDOUT.format("test_freq: 5"), 5),
+        ("verl", VERL_HELDOUT.format("test_freq: -1"), 0),
+        ("verl", VERL_HELDOUT.format(""), 0),
+        ("nemo-rl", NEMO_HELDOUT.format("val_period: 0"), 0),
+        ("nemo-rl", NEMO_HELDOUT.format("val_period: -1"), 0),
+        ("nemo-rl", NEMO_HELDOUT.format(""), 10),
+    ],
+)
+def test_a_run_that_is_never_evaluated_there_is_not_here(name: str, text: str, every: int) -> None:
+    made, left = convert(name, text)
+    assert (made["data.heldout"], made["evaluate.every"]) == ("b.json", every)
+    assert not any("nothing is evaluated" in sentence for sentence in left)
+
+
 @pytest.mark.parametrize(
     ("text", "field", "steps"),
     [
