@@ -275,7 +275,7 @@ def _reward(names: Any, left: list[str]) -> dict[str, Any]:
     others = (name for name in listed if name != "accuracy_reward")
     left += [f"reward_funcs: {name}: write it as a verifier, docs/guides/rewards.md" for name in others]
     if "accuracy_reward" in listed:
-        return {"reward.verifier": "math"}
+        return {"reward.verifier": "math", "data.fields.answer": "solution"}
     return _unknown_verifier(str(listed[0]) if listed else "reward_funcs", left)
 
 

@@ -27,6 +27,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "objective.kl": None,
         "model.path": "hub:Qwen/Qwen2.5-7B",
         "data.train": "hub:trl-lib/DeepMath-103K",
+        "data.fields.answer": "solution",
     },
     "verl": {
         "train.minibatches": 4,
