@@ -260,7 +260,7 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         made["objective.mismatch"] = {"kind": kind, "level": level, **bounds}
     if read.get("use_peft"):
         names = ("rank", "lora_r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("target_modules", "lora_target_modules")
-        made |= {"model.lora.rank": 16, "model.lora.alpha": 32.0}
+        made |= {"model.lora.rank": 16, "model.lora.alpha": 32.0, "model.lora.target_modules": ["q_proj", "v_proj"]}
         made |= {f"model.lora.{ours}": read[theirs] for ours, theirs in names if theirs in read}
     if "report_to" in read:
         made |= _loggers(read["report_to"], read.get("project", "trl"))

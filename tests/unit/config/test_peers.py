@@ -290,11 +290,20 @@ def test_keys_of_open_r1_are_kept(text: str, path: str) -> None:
     assert not any("no counterpart" in sentence for sentence in left)
 
 
-def test_all_linear_is_spelled_as_in_peft() -> None:
-    made = convert("trl", "{use_peft: true, lora_target_modules: all-linear}")[0]
-    lora = load_run(None, [f"model.lora.target_modules={made['model.lora.target_modules']}"]).model.lora
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("lora_target_modules: all-linear", ("all-linear",)),
+        ("lora_target_modules: [o_proj]", ("o_proj",)),
+        ("lora_target_modules: null", ("q_proj", "v_proj")),  # PEFT's for Llama, Mistral and Qwen
+        ("lora_r: 16", ("q_proj", "v_proj")),
+    ],
+)
+def test_layers_with_adapters_are_named_as_in_peft(text: str, targets: tuple[str, ...]) -> None:
+    made = convert("trl", f"{{use_peft: true, {text}}}")[0]
+    lora = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("model.lora.")]).model.lora
     assert lora is not None
-    assert lora.target_modules == ("all-linear",)
+    assert (lora.target_modules, lora.rank, lora.alpha) == (targets, 16, 32.0)
 
 
 @pytest.mark.parametrize(
