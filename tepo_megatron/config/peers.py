@@ -194,6 +194,14 @@ def _loggers(names: Any, project: str) -> dict[str, Any]:
     return {"log.tensorboard": "tensorboard" in listed, "log.wandb.project": project if "wandb" in listed else None}
 
 
+def _lora(name: str, read: Mapping[str, Any], place: str, rank: str, alpha: str, targets: str) -> dict[str, Any]:
+    named = None if read.get(f"{place}match_all_linear") else read.get(f"{place}{targets}")
+    listed = [named] if isinstance(named, str) else named or ["all-linear"]
+    ours = peers()[name].keys[f"{place}{targets}"].values or {}
+    made = {"model.lora.rank": read[f"{place}{rank}"], "model.lora.alpha": read[f"{place}{alpha}"]}
+    return made | {"model.lora.target_modules": [module for item in listed for module in ours.get(item, [item])]}
+
+
 def _clip(result: Mapping[str, Any], low: float, high: float, dual: float | None) -> dict[str, Any]:
     """``clip_weight``, of CISPO, bounds a weight by 1 + its ``high``."""
     preset = result.get("objective.preset")
@@ -259,15 +267,10 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
             left.append(f"vllm_importance_sampling_clip_min = {low}: weights that are truncated have no lower bound here")
         made["objective.mismatch"] = {"kind": kind, "level": level, **bounds}
     if read.get("use_peft"):
-        names = ("rank", "lora_r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("target_modules", "lora_target_modules")
-        made |= {"model.lora.rank": 16, "model.lora.alpha": 32.0, "model.lora.target_modules": ["q_proj", "v_proj"]}
-        made |= {f"model.lora.{ours}": read[theirs] for ours, theirs in names if theirs in read}
+        made |= {**_lora("trl", read, "lora_", "r", "alpha", "target_modules"), "model.lora.rslora": read.get("use_rslora")}
     if "report_to" in read:
         made |= _loggers(read["report_to"], read.get("project", "trl"))
     return made | _reward(read.get("reward_funcs"), left)
-
-
-_UNBOUNDED = "vllm_importance_sampling_clip_max"  # null is a value of its own there
 
 
 def _reward(names: Any, left: list[str]) -> dict[str, Any]:
@@ -339,8 +342,9 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["objective.aggregation.constant"] = float(read["data.max_response_length"])
     if read["algorithm.adv_estimator"] == "grpo" and read.get("algorithm.norm_adv_by_std_in_grpo") is False:
         made["objective.advantage.kind"] = "no_std"
-    if read.get("actor_rollout_ref.model.lora_rank"):
-        made["model.lora.alpha"] = read.get("actor_rollout_ref.model.lora_alpha", 16)
+    for keys in (("lora_rank", "lora_alpha", "target_modules"), ("lora.rank", "lora.alpha", "lora.target_modules")):
+        if read.get(f"actor_rollout_ref.model.{keys[0]}"):
+            made |= _lora("verl", read, "actor_rollout_ref.model.", *keys)
     if "trainer.logger" in read:
         made |= _loggers(read["trainer.logger"], read.get("trainer.project_name", "verl"))
     places = ("reward.custom_reward_function", "custom_reward_function")  # the second of older versions
@@ -393,12 +397,13 @@ _OF_ONE_LOSS = {
     },
 }
 _ACTOR = "actor_rollout_ref.actor."
+_UNBOUNDED = "vllm_importance_sampling_clip_max"  # null is a value of its own there
 _ON_THE_HUB = re.compile(r"(?!(?:models|data|checkpoints|out)/|.*\.(?:jsonl?|csv|parquet)$)[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> dict[str, Any]:
     megatron = bool(read["policy.megatron_cfg.enabled"])
-    part = "policy.megatron_cfg." if megatron else "policy.dtensor_cfg."
+    part, lora = ("policy.megatron_cfg.", "peft.") if megatron else ("policy.dtensor_cfg.", "lora_cfg.")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     names = sizes if megatron else ("tensor_parallel_size", "", "context_parallel_size")
     split = tuple(int(read.get(f"{part}{name}") or 1) for name in names)
@@ -428,6 +433,8 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         **_nemo_mismatch(read, left),
         **_machines(read["cluster.num_nodes"], read["cluster.gpus_per_node"], split, result, left, apart),
     }
+    if read.get(f"{part}{lora}enabled"):
+        made |= _lora("nemo-rl", read, f"{part}{lora}", "dim", "alpha", "target_modules")
     if megatron and (warmup := read.get("policy.megatron_cfg.scheduler.lr_warmup_iters")):
         made["optimizer.warmup_steps"] = updates * warmup
     if new is not None and longest is not None and new >= longest:  # prompts need room here

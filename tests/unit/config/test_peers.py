@@ -290,20 +290,40 @@ def test_keys_of_open_r1_are_kept(text: str, path: str) -> None:
     assert not any("no counterpart" in sentence for sentence in left)
 
 
+QKV = ("q_proj", "k_proj", "v_proj")
+MODEL = "actor_rollout_ref: {{model: {{{}}}}}"
+PEFT = "peft: {{enabled: true, {}}}}}, dtensor_cfg: {{lora_cfg: {{enabled: true, {}}}}}}}"
+LORA = f"policy: {{{{megatron_cfg: {{{{enabled: {{}}, {PEFT}"
+SIXTEEN = "dim: 16, alpha: 64, target_modules: [{}]"
+ALL = "all-linear"
+
+
 @pytest.mark.parametrize(
-    ("text", "targets"),
+    ("name", "text", "lora"),
     [
-        ("lora_target_modules: all-linear", ("all-linear",)),
-        ("lora_target_modules: [o_proj]", ("o_proj",)),
-        ("lora_target_modules: null", ("q_proj", "v_proj")),  # PEFT's for Llama, Mistral and Qwen
-        ("lora_r: 16", ("q_proj", "v_proj")),
+        ("trl", "use_peft: true, lora_target_modules: all-linear", (16, 32.0, ALL)),
+        ("trl", "use_peft: true, lora_target_modules: [o_proj]", (16, 32.0, "o_proj")),
+        ("trl", "use_peft: true, lora_target_modules: null", (16, 32.0, "q_proj", "v_proj")),
+        ("trl", "use_peft: true, lora_r: 8", (8, 32.0, "q_proj", "v_proj")),
+        ("trl", "lora_r: 8", None),
+        ("verl", MODEL.format("lora_rank: 8"), (8, 16.0, ALL)),
+        ("verl", MODEL.format("lora_rank: 8, lora_alpha: 24, target_modules: [q_proj, o_proj]"), (8, 24.0, "q_proj", "o_proj")),
+        ("verl", MODEL.format("lora: {rank: 8}"), (8, 32.0, ALL)),
+        ("verl", MODEL.format("lora: {rank: 8, alpha: 24, target_modules: [linear_qkv]}"), (8, 24.0, *QKV)),
+        ("verl", MODEL.format("lora_rank: 0, lora: {rank: 0, target_modules: [linear_qkv]}"), None),
+        ("nemo-rl", LORA.format("false", SIXTEEN.format("linear_qkv"), ""), (8, 32.0, ALL)),
+        ("nemo-rl", LORA.format("false", "", SIXTEEN.format("o_proj") + ", match_all_linear: false"), (16, 64.0, "o_proj")),
+        ("nemo-rl", LORA.format("false", "", SIXTEEN.format("o_proj") + ", match_all_linear: true"), (16, 64.0, ALL)),
+        ("nemo-rl", LORA.format("true", SIXTEEN.format(""), ""), (16, 64.0, ALL)),
+        ("nemo-rl", LORA.format("true", SIXTEEN.format("linear_qkv, linear_proj"), ""), (16, 64.0, *QKV, "o_proj")),
+        ("nemo-rl", "policy: {megatron_cfg: {enabled: true, peft: {enabled: false, dim: 8}}}", None),
     ],
 )
-def test_layers_with_adapters_are_named_as_in_peft(text: str, targets: tuple[str, ...]) -> None:
-    made = convert("trl", f"{{use_peft: true, {text}}}")[0]
-    lora = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("model.lora.")]).model.lora
-    assert lora is not None
-    assert (lora.target_modules, lora.rank, lora.alpha) == (targets, 16, 32.0)
+def test_adapters_are_those_of_the_other_trainer(name: str, text: str, lora: tuple[Any, ...] | None) -> None:
+    made, left = convert(name, f"{{{text}}}")
+    result = load_run(None, [f"{field}={made[field]}" for field in made if field.startswith("model.lora.")]).model.lora
+    assert lora == (None if result is None else (result.rank, result.alpha, *result.target_modules))
+    assert not any("lora" in sentence or "peft" in sentence for sentence in left)
 
 
 @pytest.mark.parametrize(
