@@ -1,9 +1,10 @@
-"""Reads files of other trainers."""
+"""Reads files of other trainers, and names the data files in them."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial, reduce
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -75,3 +76,14 @@ def resolved(text: str, left: list[str]) -> dict[str, Any]:
                 continue
         result[key] = value
     return result
+
+
+def sources(files: list[Any]) -> list[Any]:
+    """Names files of one name after the nearest folders that differ."""
+    parts = [(*path.parts[:-1], path.stem) for path in map(PurePath, map(str, files))]
+    for depth in range(1, min(map(len, parts), default=0) + 1):
+        for raw in ([part[-depth] for part in parts], ["-".join(part[-depth:]) for part in parts]):
+            names = [re.sub(r"^[^A-Za-z_]+|[^\w.-]", "", name)[:60] for name in raw]
+            if all(names) and len(set(names)) == len(names):
+                return files if depth == 1 else [{"name": name, "path": file} for name, file in zip(names, files, strict=True)]
+    return files

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib.resources import files
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from tepo_megatron.config.peer_files import resolved
+from tepo_megatron.config.peer_files import resolved, sources
 from tepo_megatron.errors import is_ours
 
 _show = partial(json.dumps, ensure_ascii=False, default=str)
@@ -78,6 +78,8 @@ def convert(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     try:
         made = {"trl": _trl, "verl": _verl, "nemo-rl": _nemo}[name](read, result, left)
         result |= {field: value for field, value in made.items() if value is not None}
+        if "objective.kl.coefficient" not in result:
+            _drop(result, "objective.kl.")
         longest = sum(result.get(field, 0) for field in ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens"))
         result["evaluate.every"] = max(0, result.get("evaluate.every", 0))
         result["engine.micro_batch_tokens"] = max(result.get("engine.micro_batch_tokens", 4096), longest)
@@ -104,7 +106,7 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
         left.append(f"{key}: here every file gives as many prompts; data.train's weight changes that")
     if entry.values is None:
         is_list = isinstance(value, list) and field.startswith("data.")
-        result[field] = (value[0] if len(value) == 1 else _sources(value)) if is_list else value
+        result[field] = (value[0] if len(value) == 1 else sources(value)) if is_list else value
     elif isinstance(value, str | bool | int | float) and value in entry.values:
         result[field] = entry.values[value]
     elif value not in (False, ""):
@@ -112,17 +114,6 @@ def _put(result: dict[str, Any], key: str, entry: _Key, value: Any, default: Any
             result[field] = entry.values[default]
         known = f"known are {', '.join(map(_show, entry.values))}"
         left.append(f"{key} = {_show(value)}: {'; '.join(filter(None, [known, entry.otherwise]))}")
-
-
-def _sources(files: list[Any]) -> list[Any]:
-    """Names files of one name after the nearest folders that differ."""
-    parts = [(*path.parts[:-1], path.stem) for path in map(PurePath, map(str, files))]
-    for depth in range(1, min(map(len, parts), default=0) + 1):
-        for raw in ([part[-depth] for part in parts], ["-".join(part[-depth:]) for part in parts]):
-            names = [re.sub(r"^[^A-Za-z_]+|[^\w.-]", "", name)[:60] for name in raw]
-            if all(names) and len(set(names)) == len(names):
-                return files if depth == 1 else [{"name": name, "path": file} for name, file in zip(names, files, strict=True)]
-    return files
 
 
 def _parents(key: str) -> Iterator[str]:
@@ -257,6 +248,10 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
     if result.get("objective.preset") == "sapo":
         made["objective.trust_region.tau_positive"] = read.get("sapo_temperature_pos")
         made["objective.trust_region.tau_negative"] = read.get("sapo_temperature_neg")
+    weighed = "objective.kl.coefficient" in result and result.get("objective.kl.weight") == "importance"
+    if weighed and result.get("objective.ratio.kind") == "sequence":
+        each = "the KL is weighed by each token's ratio here, by the sequence's there"
+        left.append(f"use_bias_correction_kl = true: {each}")
     if read.get("vllm_importance_sampling_correction", True):
         level, _, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
         cap, low = (read.get(f"vllm_importance_sampling_{name}") for name in ("cap", "clip_min"))  # cap: of older versions
@@ -331,8 +326,6 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         made["optimizer.warmup_steps"] = updates * actor.get("ppo_epochs", 1) * warmup
     if actor.get("use_kl_loss"):
         made["objective.kl.coefficient"] = actor.get("kl_loss_coef", 0.001)
-    else:
-        result.pop("objective.kl.estimator", None)
     if read.get("algorithm.use_kl_in_reward"):
         set_one = f"no KL is set; objective.kl.coefficient = {read.get('algorithm.kl_ctrl.kl_coef', 0.001)} sets one"
         left.append(f"algorithm.use_kl_in_reward = true: {'the KL is of use_kl_loss' if actor.get('use_kl_loss') else set_one}")
@@ -360,7 +353,7 @@ def _verl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
 
 
 def _verl_terms(read: Mapping[str, Any], actor: Mapping[str, Any], preset: Any) -> dict[str, Any]:
-    made = {f"objective.{field}": actor.get(key) for key, field in _OF_ONE_LOSS.get(preset, {}).items()}
+    made = {peers()["verl"].keys[f"{_ACTOR}{key}"].fields[0]: actor.get(key) for key in _OF_ONE_LOSS.get(preset, ())}
     if level := read.get("algorithm.rollout_correction.rollout_is"):
         low, _, high = str(read.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)).rpartition("_")
         bounds = {"kind": "mask", "low": float(low)} if low else {"kind": "truncate"}
@@ -378,8 +371,7 @@ def _verl_rollout(read: Mapping[str, Any], result: Mapping[str, Any], left: list
         left += [] if most > 0 else [f"algorithm.filter_groups.max_num_gen_batches = {most}: {unbounded}"]
     for place in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
         if read.get(f"{place}.enable"):
-            made["rollout.truncated"] = "penalise"
-            made["rollout.overlong.buffer"] = read.get(f"{place}.len")
+            made |= {"rollout.truncated": "penalise", "rollout.overlong.buffer": read.get(f"{place}.len")}
             made["rollout.overlong.penalty"] = read.get(f"{place}.penalty_factor")
             longest = read.get("reward_model.reward_kwargs.max_resp_len", read["data.max_response_length"])
             same = longest == read["data.max_response_length"]
@@ -388,14 +380,11 @@ def _verl_rollout(read: Mapping[str, Any], result: Mapping[str, Any], left: list
 
 
 _OF_ONE_LOSS = {
-    "sapo": {"tau_pos": "trust_region.tau_positive", "tau_neg": "trust_region.tau_negative"},
-    "kl_cov": {"policy_loss.ppo_kl_coef": "kl_cov.coefficient", "policy_loss.kl_cov_ratio": "kl_cov.fraction"},
-    "clip_cov": {
-        "policy_loss.clip_cov_ratio": "trust_region.fraction",
-        "policy_loss.clip_cov_lb": "trust_region.cov_low",
-        "policy_loss.clip_cov_ub": "trust_region.cov_high",
-    },
+    "sapo": ("tau_pos", "tau_neg"),
+    "kl_cov": ("policy_loss.ppo_kl_coef", "policy_loss.kl_cov_ratio"),
+    "clip_cov": ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"),
 }
+_SHAPING = "grpo.reward_shaping."
 _ACTOR = "actor_rollout_ref.actor."
 _UNBOUNDED = "vllm_importance_sampling_clip_max"  # null is a value of its own there
 _ON_THE_HUB = re.compile(r"(?!(?:models|data|checkpoints|out)/|.*\.(?:jsonl?|csv|parquet)$)[\w-][\w.-]*/[\w-][\w.-]*")
@@ -433,6 +422,9 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         **_nemo_mismatch(read, left),
         **_machines(read["cluster.num_nodes"], read["cluster.gpus_per_node"], split, result, left, apart),
     }
+    if "rollout.filter_groups.filters" in result:
+        batches = read.get("grpo.dynamic_sampling_max_gen_batches", 10)
+        made["rollout.filter_groups.max_batches"] = math.ceil(batches * read.get("grpo.batch_multiplier", 1))
     if read.get(f"{part}{lora}enabled"):
         made |= _lora("nemo-rl", read, f"{part}{lora}", "dim", "alpha", "target_modules")
     if megatron and (warmup := read.get("policy.megatron_cfg.scheduler.lr_warmup_iters")):
@@ -441,6 +433,14 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         prompt = min(longest // 2, result.pop("data.max_prompt_tokens", None) or longest)
         made |= {"rollout.sampling.max_new_tokens": longest - prompt, "data.max_prompt_tokens": prompt}
         left.append(f"policy.generation.max_new_tokens = {new} is the whole context; here half of it is the prompt's")
+    if read.get(f"{_SHAPING}enabled") and read.get(f"{_SHAPING}stop_properly_penalty_coef") is None:
+        made |= {"rollout.truncated": "penalise", "rollout.overlong.buffer": read.get(f"{_SHAPING}overlong_buffer_length")}
+        made["rollout.overlong.penalty"] = read.get(f"{_SHAPING}overlong_buffer_penalty")
+        either = "rollout.truncated is either mask or penalise; here the penalty is kept"
+        left += [f"grpo.overlong_filtering = true: {either}"] if result.get("rollout.truncated") == "mask" else []
+        length, ours = read.get(f"{_SHAPING}max_response_length"), made["rollout.sampling.max_new_tokens"]
+        differs = f"{_SHAPING}max_response_length = {length}: here the penalty ends at rollout.sampling.max_new_tokens"
+        left += [] if length in (None, ours) else [differs]
     if read.get("grpo.async_grpo.enabled"):
         made["train.max_staleness"] = read.get("grpo.async_grpo.max_trajectory_age_steps", 1)
     if read.get("logger.wandb_enabled"):
@@ -471,8 +471,6 @@ def _nemo_loss(read: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any
         result.pop("objective.trust_region.low")
     if read.get("loss_fn.use_kl_in_reward"):  # the loss has none then
         result.pop("objective.kl.coefficient", None)
-    if "objective.kl.coefficient" not in result:
-        return cispo
     # also without use_on_policy_kl_approximation the KL there has the gradient of the probability that sampled it
     return {**cispo, "objective.kl.weight": "importance", "objective.kl.estimator": read["loss_fn.reference_policy_kl_type"]}
 

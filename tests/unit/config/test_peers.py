@@ -116,6 +116,9 @@ DUAL = "{{preset: dapo, trust_region: {{high: 0.2, dual: 3.0}}, {}}}"
 CORRECTED = "algorithm.rollout_correction: {{rollout_is: {}, bypass_mode: false}}"
 CISPO = "use_cispo: true, reference_policy_kl_penalty: 0"
 SAPO = "sapo_temperature_pos: 2.0, sapo_temperature_neg: 3.0, vllm_importance_sampling_correction: false"
+SEQUENCE = f"importance_sampling_level: sequence, {SAPO}"
+BY_SEQUENCE = "ratio: {kind: sequence}"
+WEIGHED = "kl: {coefficient: 0.1, weight: importance}"
 WEIGHTS = "use_importance_sampling_correction: true, reference_policy_kl_penalty: 0"
 TRUNCATED = "truncated_importance_sampling"
 BOUNDED = f"loss_fn: {{{{{WEIGHTS}, {TRUNCATED}_type: {{}}, {TRUNCATED}_ratio_min: {{}}, {TRUNCATED}_ratio: 5}}}}"
@@ -141,6 +144,13 @@ K1 = "kl: {coefficient: 0.01, estimator: k1, weight: importance}"
         ("trl", f"loss_type: grpo, delta: 4.0, {SAPO}", "{preset: grpo, trust_region: {dual: 4.0}}"),
         ("trl", f"loss_type: cispo, delta: 4.0, {SAPO}", "{preset: cispo}"),
         ("trl", f"loss_type: sapo, delta: 4.0, {SAPO}", "{preset: sapo, trust_region: {tau_positive: 2.0, tau_negative: 3.0}}"),
+        ("trl", f"beta: 0.1, use_bias_correction_kl: true, {SAPO}", USUAL.format(WEIGHED)),
+        ("trl", f"use_bias_correction_kl: true, {SAPO}", USUAL.format("kl: null")),
+        ("trl", f"beta: 0.1, use_bias_correction_kl: true, {SEQUENCE}", USUAL.format(f"{BY_SEQUENCE}, {WEIGHED}")),
+        ("trl", f"beta: 0.1, {SEQUENCE}", USUAL.format(f"{BY_SEQUENCE}, kl: {{coefficient: 0.1}}")),
+        ("trl", f"beta: 0.0, use_bias_correction_kl: true, {SEQUENCE}", USUAL.format(BY_SEQUENCE)),
+        ("trl", f"entropy_coef: 0.01, use_adaptive_entropy: false, {SAPO}", USUAL.format("entropy: {coefficient: 0.01}")),
+        ("trl", f"entropy_coef: 0.0, multi_objective_aggregation: sum_then_normalize, {SAPO}", USUAL.format("kl: null")),
         ("verl", CORRECTED.format("sequence, rollout_is_threshold: 3.0"), DUAL.format("mismatch: {level: sequence, cap: 3.0}")),
         ("verl", CORRECTED.format("token, rollout_is_threshold: 0.5_2.0"), DUAL.format(ICEPOP.format(0.5, 2.0))),
         ("nemo-rl", "loss_fn: {reference_policy_kl_type: k1, use_on_policy_kl_approximation: false}", USUAL.format(K1)),
@@ -166,6 +176,8 @@ def test_terms_of_other_losses_and_weights_for_their_samplers_are_kept(name: str
     assert result == load_run(None, [f"objective={objective}"]).objective
     assert not any("no counterpart" in sentence for sentence in left)
     assert any("nothing bounds its weights" in sentence for sentence in left) == ("seq-mask-tis" in text)
+    both = BY_SEQUENCE in objective and WEIGHED in objective
+    assert any("each token's ratio here, by the sequence's there" in sentence for sentence in left) == both
 
 
 MCORE = "optimizer: {{lr: 2.0e-6, min_lr: 2.0e-7}}, scheduler: {{lr_decay_style: {}}}"
@@ -436,6 +448,50 @@ def test_a_warm_up_or_an_interval_of_trl_is_steps_or_a_share_of_them(text: str, 
 def test_a_problem_of_a_converted_file_names_it(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("{use_peft: true, lora_r: 0}")
     assert f"{tmp_path}/grpo.yaml: 1 problem" in invoke("config", "from-trl", tmp_path / "grpo.yaml", code=1).output
+
+
+SHAPING = "reward_shaping: {{enabled: {}, overlong_buffer_length: 128, overlong_buffer_penalty: 0.5, {}}}"
+DYNAMIC = "use_dynamic_sampling: {}, dynamic_sampling_max_gen_batches: 6, batch_multiplier: 1.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (SHAPING.format("true", ""), ("penalise", 128, 0.5, None)),
+        (SHAPING.format("false", ""), ("train", None, None, None)),
+        (f"{SHAPING.format('true', '')}, overlong_filtering: true", ("penalise", 128, 0.5, None)),
+        (f"{SHAPING.format('false', '')}, overlong_filtering: true", ("mask", None, None, None)),
+        (SHAPING.format("true", "max_response_length: 512"), ("penalise", 128, 0.5, None)),
+        (SHAPING.format("true", "max_response_length: 640"), ("penalise", 128, 0.5, None)),
+        (SHAPING.format("false", "max_response_length: 640"), ("train", None, None, None)),
+        (SHAPING.format("true", "stop_properly_penalty_coef: 0.5"), ("train", None, None, None)),
+        (DYNAMIC.format("true"), ("train", None, None, 9)),
+        (DYNAMIC.format("false"), ("train", None, None, None)),
+    ],
+)
+def test_penalties_and_batches_of_nemo_rl_are_kept(text: str, expected: tuple[Any, ...]) -> None:
+    made, left = convert("nemo-rl", f"{{grpo: {{{text}}}, policy: {{generation: {{max_new_tokens: 512}}}}}}")
+    config = load_run(
+        None, [f"{field}={made[field]}" for field in made if re.match(r"rollout\.(trunc|over|filter|sampl)", field)]
+    )
+    overlong, groups = config.rollout.overlong, config.rollout.filter_groups
+    penalty = (None, None) if overlong is None else (overlong.buffer, overlong.penalty)
+    assert (config.rollout.truncated, *penalty, None if groups is None else groups.max_batches) == expected
+    assert not any("no counterpart" in sentence for sentence in left)
+    assert any("are not scaled; rollout.truncated says" in sentence for sentence in left) == ("stop_properly" in text)
+    differs = config.rollout.truncated == "penalise" and "max_response_length: 640" in text
+    assert any(re.search("penalty.* ends at rollout.sampling", sentence) for sentence in left) == differs
+    both = config.rollout.truncated == "penalise" and "overlong_filtering" in text
+    assert any("either mask or penalise; here the penalty is kept" in sentence for sentence in left) == both
+
+
+def test_a_penalty_of_nemo_rl_ends_at_the_length_that_remains_beside_the_prompt() -> None:
+    shaping = SHAPING.format("true", "max_response_length: 1024")
+    made, left = convert(
+        "nemo-rl", f"{{grpo: {{{shaping}}}, policy: {{max_total_sequence_length: 1024, generation: {{max_new_tokens: 1024}}}}}}"
+    )
+    assert made["rollout.sampling.max_new_tokens"] == 512
+    assert any("max_response_length = 1024: here the penalty ends" in sentence for sentence in left)
 
 
 def test_a_logger_that_is_off_stays_off() -> None:
