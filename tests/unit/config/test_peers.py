@@ -280,9 +280,10 @@ def test_data_of_nemo_rl_is_found_in_both_of_its_places() -> None:
 
 @pytest.mark.parametrize(("name", "path"), [("main", "hub:openai/gsm8k/main"), ("default", "hub:openai/gsm8k")])
 def test_a_configuration_of_a_data_set_is_its_folder(name: str, path: str) -> None:
-    made, left = convert("trl", f"{{dataset_name: openai/gsm8k, dataset_config: {name}}}")
+    made, left = convert("trl", f"{{dataset_name: openai/gsm8k, dataset_config: {name}, dataset_train_split: t}}")
     assert made["data.train"] == path
     assert not any("dataset_config" in sentence for sentence in left)
+    assert any('dataset_train_split = "t": data.train names a split' in sentence for sentence in left)
 
 
 @pytest.mark.parametrize(
