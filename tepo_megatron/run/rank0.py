@@ -246,8 +246,11 @@ class Rank0:
         self._row, self._evaluation = {}, {}
         self.lost["lost/skipped"] += split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.updates_per_step
         sampler = self.servers.sampler
-        figures |= NO_SERVERS if sampler is None else sampler.figures() | self.collector.idle_shares(split)
-        written = self.output.write_row(step, {**figures, **split, **dict.fromkeys(LOST, 0.0), **self.lost})
+        figures |= NO_SERVERS if sampler is None else sampler.figures()
+        times = split if sampler is None else split | self.collector.idle_shares(split)
+        if step and not self._has_collected:  # an earlier process did the step: the times are those of this one's start
+            times = {}
+        written = self.output.write_row(step, {**figures, **times, **dict.fromkeys(LOST, 0.0), **self.lost})
         self.lost.clear()
         self.servers.report_servers()
         self.retention.after_row(step, written)
