@@ -12,6 +12,7 @@ from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.evaluation import SetResult
 
 RESULTS = "results"  # folder in the output of tepo eval
+NUMERICS = {"dtype", "head_dtype", "quantization", "speculative", "extra_args"}  # of the servers
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,12 @@ def model_state(folder: Path) -> str:
     return sha256(repr(stats).encode()).hexdigest()[:16]
 
 
-def write_results(folder: Path, result: SetResult, *, model: Path | str, state: str, seed: int) -> dict[str, Interval]:
-    """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses. ``state``: ``model_state``."""
+def write_results(
+    folder: Path, result: SetResult, *, model: Path | str, state: str, seed: int, served: Mapping[str, Any]
+) -> dict[str, Interval]:
+    """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses. ``state``: ``model_state``.
+    ``served``: ``NUMERICS``.
+    """
     of, lines, name = result.of, [], result.of.name or "data.heldout"  # no set's name has a dot
     for problem in result.problems:
         about = repr((problem.problem.prompt, problem.problem.answer)).encode("utf-8", "backslashreplace")
@@ -57,6 +62,7 @@ def write_results(folder: Path, result: SetResult, *, model: Path | str, state: 
         "max_new_tokens": of.max_new_tokens,
         **of.truncation,
         "seed": seed,
+        **served,
     }
     figures = {name: asdict(value) for name, value in intervals.items()}
     summary = {"set": name, "settings": settings, "figures": figures, "failed": len(result.errors)}
@@ -152,7 +158,9 @@ def _compare_sets(one: StoredSet, other: StoredSet) -> _SetComparison:
         )
         for name, values in pairs.items()
     }
-    settings = {key: (one.settings.get(key), other.settings.get(key)) for key in {**one.settings, **other.settings}}
+    known = {**one.settings, **other.settings}
+    unknown = NUMERICS - (one.settings.keys() & other.settings.keys())  # to a result of an earlier version
+    settings = {key: (one.settings.get(key), other.settings.get(key)) for key in known if key not in unknown}
     differing = {
         key: values for key, values in settings.items() if key not in ("model", "model_state") and values[0] != values[1]
     }

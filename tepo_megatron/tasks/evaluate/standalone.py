@@ -31,7 +31,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, SetResult, evaluate_all, verifier_pools
-from tepo_megatron.tasks.evaluate.results import RESULTS, model_state, write_results
+from tepo_megatron.tasks.evaluate.results import NUMERICS, RESULTS, model_state, write_results
 from tepo_megatron.tasks.protocol import Generate
 from tepo_megatron.weights.architecture import read_model_spec
 
@@ -81,7 +81,7 @@ def evaluate_model(
     state = model_state(folder)  # before the servers read it
     stored = output / "responses.jsonl"
     truncation = truncation_of(config.rollout.sampling)
-    served = {**servers.model_dump(mode="json", include=_NUMERICS), "of": config.model.dtype}
+    served = servers.model_dump(mode="json", include=NUMERICS) | {"dtype": servers.served_dtype(config.model.dtype)}
     progress = _progress()
     answer = partial(fleet.generate, on_progress=progress)
     lock = RunLock(output)
@@ -104,7 +104,8 @@ def evaluate_model(
             )
         _write(output, result)
         results = result.sets if result.heldout is None else (*result.sets, result.heldout)
-        written = [write_results(output / RESULTS, item, model=model, state=state, seed=config.seed) for item in results]
+        about: dict[str, Any] = {"model": model, "state": state, "seed": config.seed, "served": served}
+        written = [write_results(output / RESULTS, item, **about) for item in results]
         stored.unlink(missing_ok=True)  # the results have them
     if table:
         console = Terminal.of_output()
@@ -189,9 +190,6 @@ def _sets_table(model: Path | str, results: Sequence[SetResult], intervals: Sequ
             table.add_row("", "could not be scored", f"{len(errors)}; the first: {escape(errors[0])}")
         table.add_section()
     return table
-
-
-_NUMERICS = {"dtype", "head_dtype", "quantization", "speculative", "extra_args"}
 
 
 class StoredResponses:

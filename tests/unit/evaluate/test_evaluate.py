@@ -284,6 +284,9 @@ def test_answers_that_another_evaluation_stores_are_left_alone(config_of_eval: R
     lock.release()
     evaluate_model(config_of_eval, "builtin:tiny", sets=["sums"], table=False)
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.json", "results", "samples.jsonl"]
+    settings = json.loads((folder / "results" / "sums.json").read_text())["settings"]
+    assert settings | {"head_dtype": "model", "quantization": "none", "speculative": None, "extra_args": []} == settings
+    assert settings["dtype"] in ("float32", "bfloat16"), "not auto"
 
 
 def test_an_evaluation_says_how_far_it_is(

@@ -20,12 +20,12 @@ from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
 PROBLEMS = load_problems("builtin:addition-heldout")[:20]
 
 
-def write(folder: Path, solved: int, *, problems: list[Problem] = PROBLEMS, temperature: float = 0.6) -> None:
+def write(folder: Path, solved: int, *, problems: list[Problem] = PROBLEMS, temperature: float = 0.6, **served: str) -> None:
     """A model that solves the first ``solved`` problems, in one sample of two and greedily."""
     of = as_set(problems, samples=2, ks=(2,), temperature=temperature)
     right = [problem.answer if number < solved else "no" for number, problem in enumerate(problems)]
     (result,) = evaluate(Answers([[text, text, "no"] for text in right]), [of]).sets
-    write_results(folder / "eval" / "results", result, model=folder.name, state="x", seed=0)
+    write_results(folder / "eval" / "results", result, model=folder.name, state="x", seed=0, served=served)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -68,11 +68,13 @@ def test_differences_are_paired(tmp_path: Path) -> None:
 
 def test_only_the_same_problems_are_compared_and_other_settings_are_said(tmp_path: Path) -> None:
     changed = [*PROBLEMS[:15], Problem(PROBLEMS[15].id, PROBLEMS[15].prompt, "other")]
-    write(tmp_path / "a", 4)
-    write(tmp_path / "b", 10, problems=changed, temperature=1.0)
+    write(tmp_path / "a", 4, quantization="none", dtype="float32")
+    write(tmp_path / "b", 10, problems=changed, temperature=1.0, quantization="fp8_per_block")  # without dtype, as once
     said = invoke("compare", tmp_path / "a", tmp_path / "b").output
     assert "sums: 15 problems; 5 left out" in said
     assert "temperature differs: 0.6 in A, 1.0 in B" in said
+    assert "quantization differs: none in A, fp8_per_block in B" in said
+    assert "dtype differs" not in said
     shown = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)
     assert shown[0]["figures"]["greedy"]["difference"]["mean"] == pytest.approx(6 / 15)
 
@@ -81,7 +83,7 @@ def test_held_out_problems_are_compared_as_a_set(tmp_path: Path) -> None:
     for name, solved in {"a": 4, "b": 10}.items():
         texts = [problem.answer if number < solved else "no" for number, problem in enumerate(PROBLEMS)]
         result = evaluate(Answers([[text, text] for text in texts]), heldout=PROBLEMS, samples=1).heldout
-        write_results(tmp_path / name / "eval" / "results", result, model=name, state="x", seed=0)
+        write_results(tmp_path / name / "eval" / "results", result, model=name, state="x", seed=0, served={})
     (found,) = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)
     assert (found["name"], found["problems"]) == ("data.heldout", 20)
     assert found["figures"]["avg@1"]["difference"]["mean"] == pytest.approx(0.3)
