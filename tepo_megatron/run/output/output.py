@@ -83,7 +83,8 @@ class Output:
         """Returns the seconds of the dropped steps."""
         with unwritable_is_a_sentence(self.folder):
             rows = read_metrics(self._metrics.path)
-            forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
+            names = ("time/step", "lost/resume", "lost/rollback")
+            forgotten = sum(row.get(name) or 0.0 for row in rows if row["step"] > step for name in names)
             if lacking := self._metrics.truncate_after(step):
                 steps = ", ".join(map(str, lacking[:5])) + " …" * (len(lacking) > 5)
                 self.message(f"{self._metrics.path} lacks the rows of {len(lacking)} earlier steps: {steps}")

@@ -102,7 +102,8 @@ def _runs_data(runs: Sequence[Run], title: str, metrics: Sequence[str], refresh:
     begins = any(run.goes_on and not any(row["step"] for row in run.rows) for run in runs)
     if metrics and names and not shown and not begins:  # row 0 lacks most
         raise ValueError(f"no metric is called {' or '.join(metrics)}; there are {', '.join(sorted(names))}")
-    packed = [name for name in names if name in shown or name.startswith(("time/", "idle/"))]  # for hours and the tab Time
+    clock = ("time/", "idle/", "lost/resume", "lost/rollback")  # for hours and the tab Time
+    packed = [name for name in names if name in shown or name.startswith(clock)]
     groups = run_groups(runs)
     place = {index: number for number, (_, members) in enumerate(groups) for index in members}
     return {

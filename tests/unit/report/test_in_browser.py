@@ -143,11 +143,12 @@ def test_seeds_are_drawn_together_and_by_a_settings_value(page: Any, html: Path)
 
 
 def test_seeds_of_different_lengths_share_a_clock_and_a_mean_step(page: Any, tmp_path: Path) -> None:
-    """A slow one that stopped early, one that went on, and one that has only its first evaluation."""
+    """A slow one that stopped early, one that went on, and one that has only its first evaluation; each repeated steps."""
     steps_of, phases_of = [], []
     for seed, steps, slower in ((0, 40, 10), (1, 80, 1), (2, 0, 1)):
         path = write_run(tmp_path / "runs" / f"tepo-seed{seed}", steps=steps, seed=seed) / "metrics.jsonl"
         rows = [{name: value * slower ** name.startswith("time/") for name, value in row.items()} for row in read_metrics(path)]
+        rows[steps // 2] |= {"lost/rollback": 50.0, "lost/resume": 7.0}
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         steps_of.append(np.array([row["time/step"] for row in rows]))
         phases_of.append(np.array([sum(row[name] for name in row if name.removeprefix("time/") in PHASES) for row in rows]))
@@ -159,7 +160,8 @@ def test_seeds_of_different_lengths_share_a_clock_and_a_mean_step(page: Any, tmp
         line = page.evaluate(f"linesOf('{metric}')[0]")
         assert line["x"] == sorted(line["x"])
         clocks = np.cumsum(np.pad(slow, (0, 40), constant_values=slow[1:].mean())), np.cumsum(fast)
-        np.testing.assert_allclose(line["x"], np.mean(clocks, axis=0) / 3600, rtol=1e-5)
+        lost = [57.0 * (np.arange(81) >= number) for number in (20, 40)]
+        np.testing.assert_allclose(line["x"], np.mean([*clocks, *lost], axis=0) / 1800, rtol=1e-5)
 
 
 def spread_of(found: dict[str, float]) -> list[float]:

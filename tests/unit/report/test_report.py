@@ -326,15 +326,17 @@ def test_runs_of_different_settings_and_metrics_go_into_one_page(tmp_path: Path)
     settings = {"optimizer": {"lr": 1e-4}, "reward": {"kwargs": {"api_key": "sk-0123"}}}
     other = write_run(tmp_path / "grpo-seed0", steps=2, settings=settings)
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    (other / "metrics.jsonl").write_text("".join(json.dumps({"step": row["step"], "loss": 1.5}) + "\n" for row in rows))
+    (other / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": row["step"], "loss": 1.5, "lost/resume": 9.0}) + "\n" for row in rows)
+    )
     written = write_report([tmp_path], tmp_path / "page.html", metrics=("loss", "reward/*"))
     figures = data(tmp_path / "page.html", "figures")
     assert (written.runs, figures["title"]) == (3, f"3 runs of {tmp_path.name}")
     assert "sk-0123" not in json.dumps(figures)
     assert sorted(figures["metrics"]) == ["loss", "reward/mean"]
     columns = [[name for name in run["columns"] if "time/" not in name] for run in figures["runs"]]
-    assert columns == [["loss"], *[["idle/trainer", "idle/servers", "reward/mean"]] * 2]
-    assert "time/step" in figures["runs"][1]["columns"]  # the clock of every curve
+    assert columns == [["loss", "lost/resume"], *[["idle/trainer", "idle/servers", "reward/mean"]] * 2]
+    assert "time/step" in figures["runs"][1]["columns"]  # the clock of every curve, as what was lost
     assert [run["group"] for run in figures["runs"]] == [0, 1, 1]
     assert {row["path"]: row["values"] for row in figures["settings"]}["optimizer.lr"] == ["0.0001", "5e-05", "5e-05"]
     with pytest.raises(ValueError, match=r"no metric is called nothing; there are .*, entropy/mean,"):

@@ -61,6 +61,14 @@ def test_a_resumed_run_forgets_what_came_after_the_checkpoint_and_samples_withou
     output.close()
 
 
+def test_the_seconds_of_dropped_steps_have_those_that_were_lost_before(tmp_path: Path) -> None:
+    lost = [{}, {"lost/resume": 3.0}, {"lost/rollback": 5.0}]
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "time/step": 1.0, **row} for step, row in enumerate(lost)])
+    output, _ = open_output(tmp_path, train=RESUMED)
+    assert output.resume_from(0) == 10.0
+    output.close()
+
+
 def test_a_resumed_run_never_has_all_samples_in_memory(tmp_path: Path) -> None:
     for name in ("samples", "train_samples"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"step": step, "response": "a" * 100_000} for step in range(1, 101)])

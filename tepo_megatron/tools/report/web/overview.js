@@ -32,11 +32,15 @@ function compared(all = false) {
   return all ? found : found.filter((each) => !hidden.has(each.label));
 }
 
-/** Hours since the first row, at each row of a run. */
+/** Hours since the first row, at each row of a run; undone steps, which have no row, count where they were repeated. */
 function hours(run) {
   if (!run.hours) {
-    let sum = 0;
-    run.hours = run.x.map((_, i) => (sum += run.columns['time/step']?.[i] ?? 0) / 3600);
+    const clock = ['time/step', 'lost/resume', 'lost/rollback'].map((metric) => run.columns[metric] ?? []);
+    let seconds = 0;
+    run.hours = run.x.map((_, i) => {
+      for (const column of clock) seconds += column[i] ?? 0;
+      return seconds / 3600;
+    });
   }
   return run.hours;
 }
