@@ -97,7 +97,7 @@ def evaluate_all(
         metrics={name: value for result in everything for name, value in result.metrics.items()},
         k=settings.samples if greedy else 0,
         num_problems=len(greedy),
-        mean_response_len=fmean(response.num_tokens for response in greedy) if greedy else 0.0,
+        mean_response_len=fmean(response.model_tokens for response in greedy) if greedy else 0.0,
         failures=len(errors),
         samples=[row for result in everything for row in result.samples],
         first_failure=errors[0] if errors else None,
@@ -112,8 +112,8 @@ class EvaluationResult:
 
     ``metrics``: ``accuracy/greedy``; with ``k`` samples (0: greedy only), such as 4, ``accuracy/avg@4`` and
     ``accuracy/pass@4``; the mean rewards ``heldout/reward_greedy`` and ``heldout/reward_sampled``; and the metrics of ``sets``.
-    ``mean_response_len``: tokens of greedy responses, with the end token. ``failures``: responses that could not be scored and
-    count as wrong; ``first_failure``: the first cause. ``samples``: rows of ``samples.jsonl``.
+    ``mean_response_len``: the model's tokens in greedy responses, with the end token. ``failures``: responses that could not be
+    scored and count as wrong; ``first_failure``: the first cause. ``samples``: rows of ``samples.jsonl``.
     """
 
     metrics: dict[str, float]
@@ -373,6 +373,6 @@ def _figures(of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored]
         if rewards := [reward for reward in judged if reward is not None]:
             results[name] = fmean(rewards)
     responses = sampled or alone
-    results["response_len"] = fmean(response.num_tokens for response in responses)
+    results["response_len"] = fmean(response.model_tokens for response in responses)
     results["truncated"] = fmean(response.finish_reason == "length" for response in responses)
     return results

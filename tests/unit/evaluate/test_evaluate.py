@@ -184,20 +184,22 @@ def test_cut_responses_and_failures_are_counted() -> None:
     assert "greedy" not in result.samples[0]
 
 
-def test_a_held_out_episode_says_who_wrote_what() -> None:
+def test_a_held_out_episode_says_who_wrote_what_and_is_as_long_as_its_models_part() -> None:
     ids = (*TOKENIZER.encode("7high"), *TOKENIZER.encode("5"))
     mask = [True, *[False] * (len(ids) - 2), True]
 
     def generate(prompts: list[tuple[int, ...]], **_asked: Any) -> list[list[Response]]:
         return [[Response(ids, (0.0,) * len(ids), "stop", WeightsVersion(0), loss_mask=mask)] for _ in prompts]
 
-    (row,) = evaluate(generate, [as_set(PROBLEMS[:1])]).samples
+    result = evaluate(generate, [as_set(PROBLEMS[:1])], heldout=PROBLEMS[:1], samples=0)
+    row = result.samples[-1]
     assert row["greedy"]["turns"] == [
         {"by": "model", "text": "7"},
         {"by": "environment", "text": "high"},
         {"by": "model", "text": "5"},
     ]
-    assert row["greedy"]["model_tokens"] == 2
+    assert (row["greedy"]["model_tokens"], row["greedy"]["tokens"]) == (2, len(ids))
+    assert (result.mean_response_len, result.metrics["eval/sums/response_len"]) == (2, 2), "as in training"
 
 
 def test_every_metric_of_a_set_is_in_the_one_table() -> None:
