@@ -309,7 +309,7 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 class EvaluateConfig(Section):
     every: NonNegativeInt = 10
-    """Evaluate before the first step, after multiples of this, and after the last; 0: never."""
+    """Evaluate before the first step, after multiples of this, and after ``train.steps``; 0: never."""
 
     problems: PositiveInt | None = None
     """Use the first so many. Default: all."""

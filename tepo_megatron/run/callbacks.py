@@ -159,7 +159,7 @@ def _check_metric(stopping: EarlyStopping, config: RunConfig) -> None:
 
 
 class Stop(Exception):  # noqa: N818
-    """Raised by a callback: the run ends after the current step as after its last one, and shows the text as the reason."""
+    """Raised by a callback: the run ends after the current step, and shows the text as the reason. No evaluation is added."""
 
 
 @dataclass(frozen=True)
