@@ -98,7 +98,8 @@ def train(
     elif ranks == 1:
         from tepo_megatron.run.training import train_model
 
-        with _own_process(), StopSignals(ends=False).borrowed() as signals:
+        signals = StopSignals(grace_s=run.train.grace_s, warning_s=run.train.warning_s, ends=False)
+        with _own_process(), signals.borrowed():
             train_model(run, extensions)
         stops += [] if signals.requested is None else [signals.requested]
     else:

@@ -450,6 +450,16 @@ def test_ctrl_c_after_the_last_step_is_raised_when_the_run_is_complete(tp: int) 
     assert caught.value.number == signal.SIGINT
 
 
+def test_signals_to_one_rank_give_it_the_time_that_the_run_names() -> None:
+    def interrupt(_: list[int]) -> None:
+        for number, most in ((signal.SIGUSR1, 3000.0), (signal.SIGTERM, 2000.0)):
+            signal.raise_signal(number)
+            assert most - 1000 < StopSignals.current().seconds_left() <= most
+
+    with pytest.raises(StopRequested, match="SIGUSR1: the run is complete"):
+        started({"train": {"grace_s": 2000.0, "warning_s": 3000.0}}, interrupt)
+
+
 def test_a_result_gives_columns_and_the_best_row() -> None:
     rows = [
         {"step": 0, "a": 0.5},
