@@ -261,8 +261,9 @@ class StopSignals:
                 sys.stdout.flush()
 
         teller = threading.Thread(target=tell, name="stop signal's sentence", daemon=True)
-        teller.start()
-        teller.join(_SAY_S)
+        with suppress(RuntimeError):  # at the limit of threads it stays unsaid: said here, it could block
+            teller.start()
+            teller.join(_SAY_S)
 
     def _plan(self, number: signal.Signals) -> str:
         saves, unsaved = ("saves and ", ", without saving") if self.has_trained() else ("", "")

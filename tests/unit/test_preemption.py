@@ -18,7 +18,7 @@ from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.programs import TIMEOUT_S, run_python
 
 RANK = """
-import contextlib, ctypes, os, signal, sys, time
+import contextlib, ctypes, os, signal, sys, threading, time
 from tepo_megatron.runtime import preemption
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals
 
@@ -27,6 +27,9 @@ what, grace = sys.argv[1], float(sys.argv[2])
 
 def tell(text):
     os.write(1, (text + "\\n").encode())
+
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
 
 def in_c():
     # As in a collective: no handler of Python runs, whatever comes.
@@ -68,6 +71,8 @@ try:
         sleep_in(signals.interruptible())
     if "stalled" in what:
         signals.say = lambda text: time.sleep(1000)
+    if "no thread" in what:
+        threading.Thread.start = no_thread
     if "in C" in what:
         in_c()
 except StopRequested as stop:
@@ -192,9 +197,11 @@ def test_a_process_that_does_not_come_to_a_safe_point_ends_with_the_grace_time(
     assert rank.ends() == (ASKED[first][2], [f"{over}. step 3 is lost; the newest checkpoint is step_000002"])
 
 
-def test_output_that_nobody_takes_delays_no_end(start: Callable[..., Rank]) -> None:
+@pytest.mark.parametrize("what", ["in C, stalled", "in C, no thread"])
+def test_a_sentence_that_cannot_be_said_delays_no_end(start: Callable[..., Rank], what: str) -> None:
+    """Nobody takes the output, or the limit of threads is reached."""
     for number, code in ((signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)):
-        rank = start("in C, stalled", grace=0.2)
+        rank = start(what, grace=0.2)
         rank.send(number)
         while number == signal.SIGINT and rank.process.poll() is None:  # two of one kind may come as one
             time.sleep(0.5)
