@@ -18,6 +18,7 @@ import yaml
 
 from tepo_megatron.config import ClusterConfig, RunConfig
 from tepo_megatron.launch.job import Job, Role
+from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import Process, visible_gpus
 
 TITLE = "tepo"
@@ -229,10 +230,11 @@ _LOGINS: dict[str, tuple[str, str, Callable[[], None]]] = {
 
 
 def run_here(config: RunConfig, job: str) -> int:
-    """Runs the job in the foreground, and returns the trainer's exit code; 1 if it has left none. Ctrl-C lets it save."""
+    """Runs the job in the foreground, and returns the trainer's exit code; 1 if it has left none. Signals let it save."""
     import nemo_run
 
-    signal.signal(signal.SIGINT, lambda *_: _stop(config, job))  # NeMo-Run would only wait on
+    for number in not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(number, lambda *_: _stop(config, job))  # NeMo-Run would wait on, or end and leave them running
 
     roles, script = Job(config).roles, str(config.output / "launch" / "job.sh")
     arguments, executor = _arguments(config, job), _executor_class(config)

@@ -120,7 +120,8 @@ def test_slurms_script_gives_srun_the_values_as_they_are(python: str, tmp_path: 
     assert not evil.exists()
 
 
-def test_ctrl_c_lets_a_job_of_this_machine_save(tepo: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_lets_a_job_of_this_machine_save(tepo: str, number: signal.Signals, tmp_path: Path) -> None:
     """A trainer alone, on recorded rollouts. Servers wait until it has saved: tests/unit/launch/test_launch.py."""
     out, rollouts = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 200)
     settings = (*TINY, "cluster.rollout_nodes=0", f"rollout.replay={rollouts}", "train.steps=200")
@@ -129,7 +130,7 @@ def test_ctrl_c_lets_a_job_of_this_machine_save(tepo: str, tmp_path: Path) -> No
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     try:
         assert eventually(lambda: process.poll() is not None or last_step(out) > 1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(TIMEOUT_S) == PREEMPTED
     finally:
         for member in family(process.pid) if process.poll() is None else ():
