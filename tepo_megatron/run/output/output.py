@@ -45,6 +45,9 @@ class Output:
             try:
                 check_no_run(config)
                 cut = self._open_files()
+                # A save that was killed left them; their room may be what the next one lacks.
+                killed = [path for path in leftovers(self.folder / "checkpoints") if ".partial" in path.name]
+                failed = [sentence for path in killed if (sentence := remove(path)) is not None]
                 self._loggers = Loggers(config, self.message, self._count_failure)
             except BaseException:
                 self._lock.release()
@@ -54,6 +57,8 @@ class Output:
             self.message(f"{self.folder} was left locked by {left_behind}, which is gone")
         for path in cut:
             self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
+        for sentence in failed:
+            self.message(sentence)
 
     def _open_files(self) -> list[Path]:
         """Returns files whose last line was cut off."""

@@ -211,6 +211,18 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
     assert not set(threading.enumerate()) - threads
 
 
+def test_what_a_killed_save_left_goes_before_the_next_save(tmp_path: Path) -> None:
+    """The disk may be full with it."""
+    parent, remaining = tmp_path / "checkpoints", ["step_000002", "step_000003.damaged", "step_000003.partial"]
+    for name in ("step_000004.partial", "step_000002.partial.1", *remaining[:2]):
+        (parent / name).mkdir(parents=True)
+    (parent / remaining[2]).symlink_to(tmp_path)
+    output, said = open_output(tmp_path, train=RESUMED)
+    output.close()
+    assert sorted(path.name for path in parent.iterdir()) == remaining
+    assert [sentence.partition(" is a link")[0] for sentence in said] == [str(parent / remaining[2])]
+
+
 @pytest.mark.parametrize("look", ["exists", "is_dir", "is_symlink"])
 def test_a_disk_that_is_away_for_a_moment_costs_no_row_and_no_checkpoint(
     look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
