@@ -1,5 +1,6 @@
 """Programs on a terminal: Ctrl-Z, a kill of a job that is stopped, streams that are closed, and readers that go away."""
 
+import errno
 import json
 import os
 import shlex
@@ -8,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, descendants, wait_until
 from tests.support.programs import TIMEOUT_S
@@ -92,6 +95,26 @@ def test_two_ctrl_z_stop_the_job_once_and_if_it_is_killed_the_others_continue(te
     os.kill(job[0], signal.SIGKILL)
     wait_stopped(job[1:], stopped=False)
     assert all(Process.start_time(pid) for pid in job[1:])
+
+
+@on_linux
+def test_ctrl_z_stops_nothing_if_nobody_could_continue_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table of processes is full."""
+    child = subprocess.Popen(["sleep", "1000"])
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(errno.EAGAIN, "no more processes")))
+    try:
+        with stopped_together():
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTSTP)
+        state = Process.read(child.pid)
+        assert state is not None
+        assert state.state != STOPPED
+    finally:
+        child.kill()
+        child.wait()
+    assert capsys.readouterr().err.count("Ctrl-Z stops nothing: ") == 2
 
 
 WORK = """
