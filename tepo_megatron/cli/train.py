@@ -11,6 +11,7 @@ from typer import Argument, Option
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import INTERRUPTED, StopRequested, StopSignals
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.text import echo, outlive_readers
 
@@ -46,6 +47,7 @@ def _train(
     from tepo_megatron.run.output.resume import of_attempt
 
     outlive_readers()
+    Process.end_with_starter()
     file, settings = split_run(run, overrides)
     settings += ["train.resume=true"] if resume else []
     settings += [] if resume_from is None else [f"train.resume_from={as_yaml(resume_from)}"]

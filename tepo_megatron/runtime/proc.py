@@ -14,6 +14,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 
+ENDS_WITH = "TEPO_ENDS_WITH"  # the PID of what started a run, which is asked to stop if that is killed
+
 STOPPED = "T"  # by a signal; under a debugger it is "t"
 
 
@@ -111,6 +113,11 @@ class Process:
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
             if os.getppid() != parent:
                 os.kill(os.getpid(), signal.SIGTERM)
+
+    @classmethod
+    def end_with_starter(cls) -> None:
+        if starter := os.environ.pop(ENDS_WITH, None):  # processes below do not inherit it
+            cls.end_with(int(starter))
 
     @staticmethod
     def wait_channel(pid: int) -> str:

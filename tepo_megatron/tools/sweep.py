@@ -37,7 +37,7 @@ from tepo_megatron.run.metrics import read_metrics, value_in
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.runtime.preemption import handled_by, not_ignored
-from tepo_megatron.runtime.proc import visible_gpus
+from tepo_megatron.runtime.proc import ENDS_WITH, visible_gpus
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.report.runs import is_beside_training, settings_of
@@ -418,7 +418,8 @@ class Sweep:
 
     def _start(self, run: SweepRun, log: Path) -> int:
         command = [sys.executable, "-m", "tepo_megatron", "train", str(self._sweep.run), *run.overrides, "train.resume=auto"]
-        environment = {**os.environ, **self._share.variables}
+        # Linux looks at the thread that starts the run: this one waits for it.
+        environment = {**os.environ, **self._share.variables, ENDS_WITH: str(os.getpid())}
         with log.open("ab") as file:
             with self._lock:
                 if self.stopped_by is not None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.load import dump_resolved, load_run
 from tepo_megatron.tools.sweep import Spread, Sweep, SweepFile, SweepResults, area, read_sweep, runs_of, seconds_left, shard
 from tests.support.cli import invoke
+from tests.support.processes import eventually, gone
 from tests.support.programs import TIMEOUT_S
 
 AXES = {"objective": {"tepo": "objective.preset=tepo", "grpo": ["objective.preset=grpo"]}, "lr": {"low": "optimizer.lr=1e-5"}}
@@ -141,6 +143,45 @@ def test_runs_at_a_time_share_the_gpus(
     if gpus:
         with pytest.raises(ValueError, match=rf"--jobs {gpus + 1}: runs at a time have their own GPUs, and .* shows {gpus};"):
             Sweep(sweep, runs_of(sweep), say=lambda line: None, jobs=gpus + 1).run()
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from tepo_megatron.tools.sweep import Sweep, read_sweep, runs_of
+
+sweep, sys.executable = read_sweep(Path(sys.argv[1])), sys.argv[2]
+Sweep(sweep, runs_of(sweep), say=print).run()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_the_runs_of_a_killed_sweep_are_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import signal\n"
+        "from tepo_megatron.cli import main, train\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "def wait(*_):\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: (here / 'asked').touch())\n"
+        "    (here / f'{os.getpid()}.pid').touch()\n"
+        f"    until = time.monotonic() + {TIMEOUT_S}\n"
+        "    while not (here / 'asked').exists() and time.monotonic() < until: time.sleep(0.01)\n"
+        "    os._exit(0)\n"
+        "train.load_config = wait\n"
+        "main.app(sys.argv[3:])\n"
+    )
+    python = sys.executable
+    replace_python(monkeypatch, tmp_path, code)
+    sweep = subprocess.Popen([python, "-c", SWEEP, write(tmp_path, attempts=1), sys.executable])
+    assert eventually(lambda: sweep.poll() is not None or list(tmp_path.glob("*.pid")) != [])
+    sweep.kill()
+    sweep.wait()
+    (run,) = (int(path.stem) for path in tmp_path.glob("*.pid"))
+    try:
+        assert eventually((tmp_path / "asked").exists)
+    finally:
+        (tmp_path / "asked").touch()
+        assert gone(run)
 
 
 @given(each=st.integers(1, 1000), waiting=st.integers(0, 60), jobs=st.integers(1, 9))
