@@ -168,6 +168,10 @@ class _LogClip(_LowHigh):
     high: NonNegativeFloat = 0.4
     """If A > 0, δ counts as at most high."""
 
+    @property
+    def noise_bounds(self) -> tuple[NoiseBound, ...]:
+        return tuple(bound._replace(noise="token_ratio") for bound in super().noise_bounds)
+
 
 class _LengthClip(ObjectiveSection):
     """Bounds the log of an un-normalised sequence ratio to ±width · √T_i, T_i response tokens (FSPO)."""

@@ -163,9 +163,12 @@ class ObjectiveWatch:
         return sentence
 
     def _below_the_noise(self, row: Mapping[str, float]) -> Iterator[str]:
+        ratio = self._objective.ratio
+        # A product of tokens' ratios, which has no figure, has the noise of a token's ratio or more.
+        of_ratio = ratio.noise if getattr(ratio, "length_normalized", True) else "ratio"
         for name, section in self._objective.sections.items():
             for bound in section.noise_bounds:
-                measured = {"ratio": self._objective.ratio.noise, "token_ratio": "ratio"}.get(bound.noise, bound.noise)
+                measured = {"ratio": of_ratio, "token_ratio": "ratio"}.get(bound.noise, bound.noise)
                 metric = f"{measured}/noise/p99"
                 noise = row.get(metric, 0.0)
                 if bound.value < noise:

@@ -213,6 +213,7 @@ def test_a_metric_that_is_missing_is_a_mistake_unless_the_step_was_skipped() -> 
     assert Rollback(TrainConfig()).reason({}) == ""
 
 
+PRODUCT = {"kind": "sequence", "length_normalized": False}
 QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noise/p99": 1e-6}
 
 
@@ -229,6 +230,9 @@ QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noi
         ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 3.5e-4}, ["trust_region.low = 0.0003"]),
         ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 1e-3}, ["trust_region.low", "trust_region.high"]),
         ({"preset": "grpo"}, QUIET | {"ratio/noise/p99": 0.3}, ["trust_region.low", "trust_region.high"]),
+        ({"preset": "gspo", "ratio": PRODUCT}, QUIET | {"ratio/noise/p99": 3.5e-4}, ["trust_region.low = 0.0003"]),
+        ({"preset": "gmpo"}, QUIET | {"sequence_ratio/noise/p99": 9.0}, []),  # it bounds tokens
+        ({"preset": "gmpo"}, QUIET | {"ratio/noise/p99": 0.5}, ["trust_region.low", "trust_region.high"]),
     ],
 )
 def test_bounds_below_the_noise_are_named(given: dict[str, Any], row: dict[str, float], named: list[str]) -> None:
