@@ -152,12 +152,21 @@ def sweep(base: Path | None = None) -> list[Path]:
         return []
     removed = []
     for folder in (base or temporary_folder()).glob(f"{_PREFIX}-{_place()}-*"):
-        with suppress(FileNotFoundError):  # another sweeps too
+        try:
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _in_use(folder):
-                _remove(folder, _read_record(folder / _RECORD))
+                _remove(folder, _read_record(folder / _RECORD) if _is_supervisors(folder) else {})
                 removed.append(folder)
+        except FileNotFoundError:  # another sweeps too
+            continue
+        except OSError as error:
+            echo(f"warning: {folder} of a process that was killed stays: {error}", err=True)
     return removed
+
+
+def _is_supervisors(folder: Path) -> bool:
+    """Programs that a model wrote may write to the sandbox's folders, whose names are longer."""
+    return folder.name.count("-") == folder_name().count("-")
 
 
 def _place() -> str:
@@ -170,7 +179,7 @@ def _place() -> str:
 
 def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
     """Removes shared memory first: its record is in the folder."""
-    present = {name for name, inode in recorded.items() if _own_inode(SHM / name) == inode}
+    present = {name for name in _names() if (inode := _own_inode(SHM / name)) and recorded.get(name) == inode}
     still_used = _used_inodes(_own_processes()) if present else set()
     for name in present:
         if recorded[name] not in still_used:
@@ -182,8 +191,8 @@ def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
 def _read_record(path: Path) -> dict[str, int]:
     record: dict[str, int] = {}
     with suppress(FileNotFoundError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # the supervisor was killed while it wrote
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError):  # the supervisor was killed while it wrote
                 name, inode = json.loads(line)
                 record[name] = inode
     return record

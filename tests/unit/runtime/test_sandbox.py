@@ -15,10 +15,9 @@ from unittest import mock
 import psutil
 import pytest
 
-from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.runtime import sandbox
-from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.processes import eventually, gone
+from tests.support.programs import TIMEOUT_S
 
 WORKER = """
 import asyncio, os, sys
@@ -185,21 +184,44 @@ for kind in socket.SOCK_DGRAM, socket.SOCK_RAW:
 
 
 KEEPS_ON = """
-import ctypes, time
+import ctypes, json, os, time
 ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG
+{}
 open("started", "w")
 time.sleep(10**6)
 """
 
 
-def test_a_killed_worker_leaves_no_program_and_no_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = start(KEEPS_ON, env={**os.environ, "TMPDIR": str(base)})
+@pytest.mark.parametrize(
+    "left",
+    [
+        "",
+        "open('shm', 'w').write(json.dumps(['{file}', os.stat('{file}').st_ino]))",
+        "open('shm', 'w').write('5')",
+        "open('shm', 'wb').write(bytes([255]))",
+        "os.mkdir('shm')",
+        "os.mkfifo('shm')",
+    ],
+    ids=["nothing", "file of the user", "number", "bytes", "folder", "pipe"],
+)
+def test_a_killed_worker_leaves_no_program_and_no_folder(base: Path, left: str) -> None:
+    """A supervisor's folder has a record of that name, by which files are removed."""
+    file, environment = base / "file", {**os.environ, "TMPDIR": str(base)}
+    file.touch()
+    worker = start(KEEPS_ON.format(left.format(file=file)), env=environment)
     assert eventually(lambda: any(base.glob("*/started")))
     (folder,) = [path.parent for path in base.glob("*/started")]
     (program,) = psutil.Process(worker.pid).children()
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
     assert gone(program.pid)
-    monkeypatch.setattr(tempfile, "tempdir", str(base))
-    with RewardPool(RewardConfig(verifier="exact")):
-        assert not folder.exists()
+    subprocess.run([sys.executable, "-c", POOL], env=environment, check=True, timeout=TIMEOUT_S)
+    assert not folder.exists()
+    assert file.exists()
+
+
+POOL = """
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.tasks.reward.pool import RewardPool
+RewardPool(RewardConfig(verifier="exact")).close()
+"""

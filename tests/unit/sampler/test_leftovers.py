@@ -1,5 +1,6 @@
 """Killed servers leave nothing in /dev/shm and in the temporary folder: real processes, real kills, no vLLM."""
 
+import json
 import os
 import signal
 import subprocess
@@ -191,25 +192,34 @@ def test_the_folder_of_a_trainer_that_was_killed_goes_when_its_ranks_are_gone(tm
     assert not Path(folder).exists()
 
 
-def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_others_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And files that a record names outside /dev/shm. A folder that cannot be removed keeps no other."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     monkeypatch.setattr(scratch, "_place", lambda: "0a0b0c")
-    notes, foreign, earlier, ours = (
+    notes, foreign, wrong, earlier, ours = (
         tmp_path / name
         for name in (
             "tepo-0a0b0c-notes",
             f"tepo-ffffff-{dead.pid}-1",  # of another machine or container, whose processes are not seen here
+            f"tepo-0a0b0c-{dead.pid}-1",
             f"tepo-0a0b0c-{os.getpid()}-1",  # of an earlier process of this number
             f"tepo-0a0b0c-{dead.pid}-3",
         )
     )
-    for folder in (notes, foreign, earlier, ours):
+    for folder in (notes, foreign, wrong, earlier, ours):
         folder.mkdir()
     target = tmp_path / "precious"
     target.mkdir()
+    file = target / "file"
+    file.touch()
+    (ours / "shm").write_text("".join(json.dumps(line) + "\n" for line in (5, ["..", 0], [str(file), file.stat().st_ino])))
+    (wrong / "shm").mkdir()
     (tmp_path / f"tepo-0a0b0c-{dead.pid}-2").symlink_to(target)
     assert sorted(sweep(tmp_path)) == sorted([earlier, ours])
-    assert target.is_dir()
+    assert f"{wrong} of a process that was killed stays" in capsys.readouterr().err
+    assert file.is_file()
     assert notes.is_dir()
     assert foreign.is_dir()
