@@ -85,8 +85,9 @@ def _closed(fd: int) -> bool:
 
 _PREFIX = "tepo"
 SHM = Path("/dev/shm")  # noqa: S108
-_LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
+_LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890-s-12345678") - len(f"/{uuid4()}")
 _RECORD = "shm"
+_SUPERVISORS = "s"
 _LOOKS = 3
 """Names that the server has not mapped in so many looks are others'."""
 
@@ -95,8 +96,12 @@ class _Scratch:
     """Create it before the group's other processes."""
 
     def __init__(self) -> None:
-        self.folder = temporary_folder() / folder_name()
-        self.folder.mkdir(mode=0o700)
+        base = temporary_folder()
+        self.folder = base / folder_name()
+        try:
+            self.folder.mkdir(mode=0o700)
+        except FileExistsError:  # another user has guessed it, and no server would start
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{folder_name()}-{_SUPERVISORS}-", dir=base))
         self._looks = dict.fromkeys(_names(), _LOOKS)
         self._recorded: dict[str, int] = {}
         self._written = 0
@@ -165,8 +170,9 @@ def sweep(base: Path | None = None) -> list[Path]:
 
 
 def _is_supervisors(folder: Path) -> bool:
-    """Programs that a model wrote may write to the sandbox's folders, whose names are longer."""
-    return folder.name.count("-") == folder_name().count("-")
+    # a model's programs write to the sandbox's folders, whose names have one random part more
+    parts = folder.name.split("-")[4:]
+    return not parts or (parts[0] == _SUPERVISORS and len(parts) == 2)
 
 
 def _place() -> str:

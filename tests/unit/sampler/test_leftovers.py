@@ -46,16 +46,26 @@ time.sleep(600)
 """
 
 
-def supervised(*command: str) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
+TAKES_ITS_NAME = """
+import os, sys
+from tepo_megatron.runtime.supervise import folder_name, temporary_folder
+(temporary_folder() / folder_name()).mkdir()
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def supervised(*command: str, taken: bool = False) -> subprocess.Popen[bytes]:
+    """``taken``: the folder of its name is there, as if another user had guessed it."""
+    before = ["-c", TAKES_ITS_NAME] if taken else []
+    arguments = [sys.executable, *before, "-m", "tepo_megatron.runtime.supervise", "--", *command]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
 
 
 class Left:
     """A supervised command that has made files, and says which."""
 
-    def __init__(self, note: Path) -> None:
-        self.process = supervised(sys.executable, "-c", LEAVES, str(note))
+    def __init__(self, note: Path, taken: bool) -> None:
+        self.process = supervised(sys.executable, "-c", LEAVES, str(note), taken=taken)
         assert eventually(note.exists)
         folder, *names = note.read_text().split()
         self.folder = Path(folder)
@@ -91,8 +101,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def left(base: Path, tmp_path: Path) -> Iterator[Left]:
-    made = Left(tmp_path / "note")
+def left(base: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Left]:
+    made = Left(tmp_path / "note", taken=getattr(request, "param", False))
     assert made.folder.parent == base
     yield made
     with suppress(ProcessLookupError):
@@ -117,6 +127,7 @@ def test_nothing_stays_when_the_command_is_killed_or_the_starter_is_gone(left: L
     assert eventually(lambda: not Process.in_group(left.process.pid))
 
 
+@pytest.mark.parametrize("left", [False, True], indirect=True, ids=["", "taken"])
 def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_all_are_dead(left: Left) -> None:
     command = left.command
     os.kill(left.process.pid, signal.SIGKILL)
