@@ -231,14 +231,18 @@ _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] 
     # ptrace, open_by_handle_at, clone3, fork, vfork
     # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, setpriority, ioprio_set,
     # shmget, msgget, semget, mq_open, io_uring_setup,
-    # add_key, request_key, keyctl, unshare, setns, bpf, perf_event_open, userfaultfd
+    # add_key, request_key, keyctl, unshare, setns, bpf, perf_event_open, userfaultfd,
+    # what Landlock allows for all files: truncate (before Linux 6.2), chmod, chown, utime, setxattr, removexattr, file_setattr
     # socket, connect
     "x86_64": (
         0xC000003E,
         (157, 56, 302, 53),
         {
             errno.ENOSYS: (101, 304, 435, 57, 58),  # the C library then tries another call
-            errno.EPERM: (203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425, 248, 249, 250, 272, 308, 321, 298, 323),
+            errno.EPERM: (
+                *(203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425, 248, 249, 250, 272, 308, 321, 298, 323),
+                *(76, 90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 463, 197, 198, 199, 466, 469),
+            ),
             errno.ENETUNREACH: (41, 42),
         },
     ),
@@ -247,7 +251,10 @@ _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] 
         (167, 220, 261, 199),
         {
             errno.ENOSYS: (117, 265, 435),
-            errno.EPERM: (122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425, 217, 218, 219, 97, 268, 280, 241, 282),
+            errno.EPERM: (
+                *(122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425, 217, 218, 219, 97, 268, 280, 241, 282),
+                *(45, 52, 53, 452, 55, 54, 88, 5, 6, 7, 463, 14, 15, 16, 466, 469),
+            ),
             errno.ENETUNREACH: (198, 203),
         },
     ),

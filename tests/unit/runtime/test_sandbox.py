@@ -111,6 +111,54 @@ def test_a_program_signals_no_process_of_its_user(other: int) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("no landlock",)])
+def test_a_program_changes_no_mode_owner_time_or_attribute_of_a_file(options: tuple[str, ...]) -> None:
+    """Landlock does not look at them. Where the run is not root's, the files of its user are the program's user's."""
+    attempts = (
+        "os.chmod('a', 0o777)",
+        "os.fchmod(file.fileno(), 0o777)",
+        "os.chmod('a', 0o777, dir_fd=folder)",
+        "call(452, folder, b'a', 0o777, 0)",  # fchmodat2
+        "os.chown('a', -1, -1)",
+        "os.fchown(file.fileno(), -1, -1)",
+        "os.lchown('a', -1, -1)",
+        "os.chown('a', -1, -1, dir_fd=folder)",
+        "os.utime('a')",
+        "os.utime(file.fileno())",
+        "os.truncate('a', 0)",
+        "os.setxattr('a', 'user.a', b'')",
+        "os.setxattr('a', 'user.a', b'', follow_symlinks=False)",
+        "os.setxattr(file.fileno(), 'user.a', b'')",
+        "os.removexattr('a', 'user.a')",
+        "os.removexattr('a', 'user.a', follow_symlinks=False)",
+        "os.removexattr(file.fileno(), 'user.a')",
+        *(f"call({number}, folder, b'a', 0, 0, 0, 0)" for number in (463, 466, 469)),  # setxattrat, removexattrat, file_setattr
+    )
+    first = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*arguments):
+    if libc.syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), "")
+file, folder = open("a", "w"), os.open(".", os.O_RDONLY)
+"""
+    ordinary = """
+import pathlib, shutil, sqlite3, tempfile, zipfile
+file.truncate(0)
+pathlib.Path("b").touch()
+shutil.copyfile("a", "c")
+with tempfile.TemporaryDirectory() as inner, tempfile.NamedTemporaryFile() as other, zipfile.ZipFile("d", "w") as archive:
+    archive.writestr("e", "")
+    archive.extractall(inner)
+with sqlite3.connect("f") as database:
+    database.execute("create table g (h)")
+shutil.rmtree("b", ignore_errors=True)
+print(sorted(os.listdir()))
+"""
+    answers = printed(first + "".join(map(TRIED.format, attempts)) + ordinary, *options).splitlines()
+    assert answers == ["PermissionError"] * len(attempts) + ["['a', 'b', 'c', 'd', 'f']"]
+
+
+@pytest.mark.parametrize("options", [(), ("no landlock",)])
 def test_a_program_limits_no_process_of_its_user(other: int, options: tuple[str, ...]) -> None:
     attempts = (
         f"import os, resource; resource.prlimit({other}, resource.RLIMIT_CPU)",
