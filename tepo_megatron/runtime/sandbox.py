@@ -227,20 +227,21 @@ _KERNEL = ctypes.CDLL(None, use_errno=True)
 _PDEATHSIG, _KEEPCAPS, _GET_SECCOMP, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 1, 8, 21, 22, 38, 47  # prctl(2)
 _READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
 _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] = {
-    # AUDIT_ARCH; prctl, clone, prlimit64, socketpair; then by error:
+    # AUDIT_ARCH; prctl, clone, prlimit64, socketpair, kill, tkill, tgkill, fcntl, ioctl; then by error:
     # ptrace, open_by_handle_at, clone3, fork, vfork
     # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, setpriority, ioprio_set,
     # shmget, msgget, semget, mq_open, io_uring_setup,
     # add_key, request_key, keyctl, unshare, setns, bpf, perf_event_open, userfaultfd,
+    # rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal,
     # what Landlock allows for all files: truncate (before Linux 6.2), chmod, chown, utime, setxattr, removexattr, file_setattr
     # socket, connect
     "x86_64": (
         0xC000003E,
-        (157, 56, 302, 53),
+        (157, 56, 302, 53, 62, 200, 234, 72, 16),
         {
             errno.ENOSYS: (101, 304, 435, 57, 58),  # the C library then tries another call
             errno.EPERM: (
-                *(203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425, 248, 249, 250, 272, 308, 321, 298, 323),
+                *(203, 144, 142, 314, 141, 251, 29, 68, 64, 240, 425, 248, 249, 250, 272, 308, 321, 298, 323, 129, 297, 424),
                 *(76, 90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 463, 197, 198, 199, 466, 469),
             ),
             errno.ENETUNREACH: (41, 42),
@@ -248,11 +249,11 @@ _MACHINES: Mapping[str, tuple[int, Sequence[int], Mapping[int, Sequence[int]]]] 
     ),
     "aarch64": (
         0xC00000B7,
-        (167, 220, 261, 199),
+        (167, 220, 261, 199, 129, 130, 131, 25, 29),
         {
             errno.ENOSYS: (117, 265, 435),
             errno.EPERM: (
-                *(122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425, 217, 218, 219, 97, 268, 280, 241, 282),
+                *(122, 119, 118, 274, 140, 30, 194, 186, 190, 180, 425, 217, 218, 219, 97, 268, 280, 241, 282, 138, 240, 424),
                 *(45, 52, 53, 452, 55, 54, 88, 5, 6, 7, 463, 14, 15, 16, 466, 469),
             ),
             errno.ENETUNREACH: (198, 203),
@@ -280,7 +281,7 @@ def _confined(scripts: Sequence[str], identity: tuple[bool, int] | None = None) 
         rules = _rules(folder, scripts)
         if rules is not None:
             stack.callback(os.close, rules)
-        yield folder, functools.partial(_confine, os.getpid(), other_user, capabilities, rules, _filter())
+        yield folder, functools.partial(_confine, os.getpid(), other_user, capabilities, rules)
 
 
 @functools.cache
@@ -299,7 +300,7 @@ def _identity() -> tuple[bool, int]:
     return False, 0
 
 
-def _confine(parent: int, other_user: bool, capabilities: int, rules: int | None, program: bytes | None) -> None:
+def _confine(parent: int, other_user: bool, capabilities: int, rules: int | None) -> None:
     if other_user:
         _prctl(_KEEPCAPS, 1)
         os.setgroups([])
@@ -314,6 +315,7 @@ def _confine(parent: int, other_user: bool, capabilities: int, rules: int | None
     _prctl(_PDEATHSIG, signal.SIGKILL)  # a change of the user would have removed it
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+    program = _filter()
     if program is not None:
         code = ctypes.create_string_buffer(program)
         header = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
@@ -363,11 +365,11 @@ def _library_folders() -> list[str]:
 
 
 def _filter() -> bytes | None:
-    """Returns seccomp's program."""
+    """Returns seccomp's program for this process."""
     if platform.machine() not in _MACHINES or _KERNEL.prctl(_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return None
-    architecture, (prctl, clone, prlimit, socketpair), refused = _MACHINES[platform.machine()]
-    load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    architecture, (prctl, clone, prlimit, socketpair, *kill, fcntl, ioctl), refused = _MACHINES[platform.machine()]
+    load, mask, equal, at_least, has_bits, end = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000
     program = [
         *((load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, 0x80000000), (load, 0, 0, 0)),
@@ -376,13 +378,17 @@ def _filter() -> bytes | None:
     for error, numbers in refused.items():
         for number in numbers:
             program += [(equal, 0, 1, number), (end, 0, 0, refuse | error)]
-    for number, argument, (test, if_true, if_false, value), error in (
-        (prctl, 0, (equal, 1, 0, _PDEATHSIG), errno.ENOSYS),
-        (clone, 0, (has_bits, 0, 1, 0x10000), errno.ENOSYS),  # a thread
-        (prlimit, 0, (equal, 0, 1, 0), errno.EPERM),  # itself
-        (socketpair, 1, (has_bits, 1, 0, 2), errno.EPERM),  # datagrams could go to any socket
+    round_down = (mask, 0, 0, 0xFFFFFFF8)
+    for number, argument, tests, error in (
+        (prctl, 0, [(equal, 1, 0, _PDEATHSIG)], errno.ENOSYS),
+        (clone, 0, [(has_bits, 0, 1, 0x10000)], errno.ENOSYS),  # a thread
+        (prlimit, 0, [(equal, 0, 1, 0)], errno.EPERM),  # itself
+        (socketpair, 1, [(has_bits, 1, 0, 2)], errno.EPERM),  # datagrams could go to any socket
+        *((number, 0, [(equal, 0, 1, os.getpid())], errno.EPERM) for number in kill),  # itself
+        (fcntl, 1, [round_down, (equal, 1, 0, 8)], errno.EPERM),  # F_SETOWN, F_SETOWN_EX: whom the kernel signals
+        (ioctl, 1, [round_down, (equal, 1, 0, 0x8900)], errno.EPERM),  # FIOSETOWN, SIOCSPGRP
     ):  # the kernel too reads only the lower half of these arguments
-        checks = [(load, 0, 0, 16 + 8 * argument), (test, if_true, if_false, value), (end, 0, 0, allow)]
+        checks = [(load, 0, 0, 16 + 8 * argument), *tests, (end, 0, 0, allow)]
         program += [(equal, 0, len(checks) + 1, number), *checks, (end, 0, 0, refuse | error)]
     program.append((end, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)

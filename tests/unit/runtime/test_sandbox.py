@@ -105,9 +105,40 @@ def other() -> Iterator[int]:
     process.wait()
 
 
-@pytest.mark.skipif(LANDLOCK < 6, reason="this kernel's Landlock has no scopes of signals")
-def test_a_program_signals_no_process_of_its_user(other: int) -> None:
-    assert printed(TRIED.format(f"import os; os.kill({other}, 9)")) == "PermissionError"
+@pytest.mark.parametrize("options", [(), ("no landlock",)])
+def test_a_program_signals_itself_alone(other: int, options: tuple[str, ...]) -> None:
+    """Also where Landlock has no scopes of signals, which came with Linux 6.12."""
+    tkill, queue, queue_to_thread = {"x86_64": (200, 129, 297), "aarch64": (130, 138, 240)}[platform.machine()]
+    attempts = (
+        *(f"os.kill({pid}, 0)" for pid in (other, 0, -1, -other)),
+        *(f"call({tkill}, {thread}, 0)" for thread in (other, -1)),
+        f"call({queue}, {other}, 0, info)",
+        f"call({queue_to_thread}, {other}, {other}, 0, info)",
+        "call(424, 0, 0, None, 0)",  # pidfd_send_signal
+        f"fcntl.fcntl(end, fcntl.F_SETOWN, {other})",
+        f"fcntl.fcntl(end, 15, struct.pack('ii', 1, {other}))",  # F_SETOWN_EX
+        *(f"fcntl.ioctl(end, {number}, struct.pack('i', {other}))" for number in (0x8901, 0x8902)),  # FIOSETOWN, SIOCSPGRP
+    )
+    first = """
+import ctypes, fcntl, os, signal, socket, struct
+libc, info = ctypes.CDLL(None, use_errno=True), struct.pack("128s", struct.pack("iii", 0, 0, -1))
+def call(*arguments):
+    if libc.syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), "")
+end, _ = socket.socketpair()
+"""
+    own = """
+signal.signal(signal.SIGUSR1, lambda *_: print("own"))
+signal.raise_signal(signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+print(signal.sigwait([signal.SIGALRM]).name)
+print(fcntl.fcntl(end, fcntl.F_GETFL) != 0, flush=True)
+os.abort()
+"""
+    answers = printed(first + "".join(map(TRIED.format, attempts)) + own, *options).splitlines()
+    assert answers == ["PermissionError"] * len(attempts) + ["own", "own", "SIGALRM", "True"]
 
 
 @pytest.mark.parametrize("options", [(), ("no landlock",)])
