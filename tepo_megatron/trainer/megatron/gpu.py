@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,15 +116,18 @@ def _has_nvidia_apex() -> bool:
 
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _BLACKWELL = (10, 0)
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Sets unset variables. Call before CUDA and NCCL start.
+    """Sets unset variables. Call before CUDA and NCCL start. Raises RuntimeError.
 
     Megatron wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor and context parallelism before Blackwell.
     """
+    if INDUCTOR_VARIABLE not in os.environ:
+        os.environ[INDUCTOR_VARIABLE] = str(_own_cache())
     parallel, interface = config.engine.parallel, config.rollout.server.interface
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -130,6 +135,23 @@ def prepare_process(config: RunConfig) -> None:
         capability = _gpu_capability()
         if capability is not None and capability < _BLACKWELL:
             os.environ[CONNECTIONS_VARIABLE] = "1"
+
+
+def _own_cache() -> Path:
+    # torch unpickles and runs what is there, and its default is a folder that another user may have made
+    folder = Path(tempfile.gettempdir()) / f"torchinductor-{os.geteuid()}"
+    advice = f"set {INDUCTOR_VARIABLE} to a folder of yours"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise RuntimeError(f"torch cannot keep compiled code in {folder}: {error.strerror}; {advice}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise RuntimeError(
+            f"torch would load code from {folder}, which belongs to user {status.st_uid} and has mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, so that others may write to it; remove it, or {advice}"
+        )
+    return folder
 
 
 def _gpu_capability() -> tuple[int, int] | None:

@@ -382,13 +382,14 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeyp
 def test_nccl_of_the_trainer_takes_the_interface_that_the_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from tepo_megatron.trainer.megatron.gpu import prepare_process
 
-    environment: dict[str, str] = {}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": "/mine"}
+    environment = dict(cache)
     monkeypatch.setattr("tepo_megatron.trainer.megatron.gpu.os.environ", environment)
     prepare_process(RunConfig())
-    assert environment == {}
+    assert environment == cache
     for interface in ("ib0", "ib1"):  # what is set stays
         prepare_process(RunConfig.model_validate({"rollout": {"server": {"interface": interface}}}))
-    assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0", **cache}
 
 
 def test_dummies_leave_what_no_checkpoint_brings_as_the_model_made_it() -> None:

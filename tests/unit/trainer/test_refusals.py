@@ -3,6 +3,8 @@
 import contextlib
 import os
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec as ImportSpec
 from pathlib import Path
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import EngineConfig, Fp8Config, OptimizerConfig, ParallelConfig, RunConfig
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron import engine
-from tepo_megatron.trainer.megatron.gpu import Packages, check_config
+from tepo_megatron.trainer.megatron.gpu import INDUCTOR_VARIABLE, Packages, check_config, prepare_process
 from tepo_megatron.trainer.megatron.model import fp8, model
 from tepo_megatron.trainer.megatron.parallel.platform import Platform
 from tepo_megatron.weights.architecture import ModelSpec
@@ -274,3 +276,32 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 def test_stages_that_do_not_fit_the_layers_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline_stages_of(SPEC, ParallelConfig.model_validate(changes))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda folder: folder.chmod(0o777),
+        lambda folder: folder.rename(folder.with_name("moved")).chmod(0o700) or folder.symlink_to("moved"),
+        lambda folder: folder.rmdir() or folder.touch(mode=0o600),
+        pytest.param(
+            lambda folder: os.chown(folder, 65534, -1), marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+        ),
+    ],
+    ids=["mode", "link", "file", "user"],
+)
+def test_torch_keeps_compiled_code_where_no_other_user_writes(
+    take: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INDUCTOR_VARIABLE, "")  # so that it is as before afterwards
+    monkeypatch.delenv(INDUCTOR_VARIABLE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prepare_process(RunConfig())
+    folder = Path(os.environ[INDUCTOR_VARIABLE])
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    take(folder)
+    prepare_process(RunConfig())  # what is set stays
+    del os.environ[INDUCTOR_VARIABLE]
+    with pytest.raises(RuntimeError, match=f"{folder}.*set {INDUCTOR_VARIABLE} to a folder of yours"):
+        prepare_process(RunConfig())
