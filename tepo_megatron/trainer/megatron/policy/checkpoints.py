@@ -277,7 +277,9 @@ class MegatronCheckpoints:
             done = max(warmup, round(done * per_step / per_step_then))
         schedule.num_steps = 0
         schedule.step(increment=done)
-        if not self._weights.config.engine.fp8.params:  # they are rounded with scales that depend on how tensors are cut
+        then = state.get("identity", {}).get("config", {})  # older checkpoints lack it, or sections
+        rounded = self._weights.config.engine.fp8.params or then.get("engine", {}).get("fp8", {}).get("params", False)
+        if not rounded:  # with scales that depend on how tensors are cut
             if self._policy.lora is None:
                 name, digest = "weights_digest", self._weights.version(state["step"]).digest
             else:
