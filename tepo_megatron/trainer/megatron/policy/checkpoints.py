@@ -271,13 +271,14 @@ class MegatronCheckpoints:
             setattr(counters, counter.name, ClipRange(*value) if value and counter.name == "clip_range" else value)
         self._policy.finish_gather()
         self.bytes_read = self._restore(folder)
-        schedule, per_step = self._policy.schedule, self._weights.config.train.updates_per_step
-        done, per_step_then = state.get("scheduled", (counters.updates, per_step))  # older checkpoints lack it
+        then = state.get("identity", {}).get("config", {})  # older checkpoints lack it, or sections
+        schedule, per_step, train = self._policy.schedule, self._weights.config.train.updates_per_step, then.get("train", {})
+        per_step_then = train["minibatches"] * train.get("epochs_per_batch", 1) if "minibatches" in train else per_step
+        done, per_step_then = state.get("scheduled", (counters.updates, per_step_then))  # older checkpoints lack it
         if done > (warmup := schedule.lr_warmup_steps):  # its length is in updates, that of the fall in steps
             done = max(warmup, round(done * per_step / per_step_then))
         schedule.num_steps = 0
         schedule.step(increment=done)
-        then = state.get("identity", {}).get("config", {})  # older checkpoints lack it, or sections
         rounded = self._weights.config.engine.fp8.params or then.get("engine", {}).get("fp8", {}).get("params", False)
         if not rounded:  # with scales that depend on how tensors are cut
             if self._policy.lora is None:
