@@ -92,10 +92,13 @@ def test_a_build_that_was_interrupted_leaves_no_groups_to_the_next(model: Path) 
     assert (out.count("built"), process.returncode) == (2, 0), err
 
 
-def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform_cpu, "version", lambda _: "0.17.0")
-    with pytest.raises(RuntimeError, match=r"megatron-core 0\.17\.0 was not tried on CPU; install 0\.16\.x"):
-        platform_cpu.select_platform(EngineConfig(platform="cpu"))
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_another_line_of_megatron_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=AssertionError("a device was set")))
+    monkeypatch.setattr(platform_cpu, "installed_version", lambda _: "0.17.0")
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.17\.0 is not supported; install 0\.16\.x"):
+        platform_cpu.select_platform(EngineConfig(platform=kind))
 
 
 def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

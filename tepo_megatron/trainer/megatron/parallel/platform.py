@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal
 
 import megatron.core.tensor_parallel.random as megatron_random
@@ -23,7 +22,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from tepo_megatron.config import EngineConfig, ParallelConfig, RunConfig
 from tepo_megatron.runtime.machine import variable
 from tepo_megatron.runtime.rendezvous import rank_store, share_gloo_thread
-from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
+from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range, installed_version
 
 _MARGIN_S = 300.0  # the heartbeat watch reports more, and must end the run first
 _TIMEOUT = timedelta(seconds=1800 + _MARGIN_S)
@@ -96,7 +95,13 @@ class Platform:
 
 
 def select_platform(config: EngineConfig) -> Platform:
-    """Sets the device, or installs CPU patches. Raises RuntimeError if CUDA is missing."""
+    """Sets the device, or installs CPU patches. Raises RuntimeError if CUDA is missing, or for another Megatron-Core."""
+    installed = installed_version("megatron-core")
+    if installed is None or not in_range(installed, MEGATRON_RANGE):
+        raise RuntimeError(
+            f"megatron-core {installed} is not supported; install {MEGATRON_LINE}.x "
+            f"(pip install 'megatron-core{MEGATRON_RANGE}')"
+        )
     has_gpu = torch.cuda.is_available()
     if config.platform == "cuda" and not has_gpu:
         raise RuntimeError(
@@ -113,16 +118,10 @@ def select_platform(config: EngineConfig) -> Platform:
 
 
 def _install_cpu_patches() -> None:
-    """Idempotent. Raises RuntimeError with a GPU, or an untested Megatron-Core."""
+    """Idempotent. Raises RuntimeError with a GPU."""
     if torch.cuda.is_available():
         raise RuntimeError(
             "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
-        )
-    installed = version("megatron-core")
-    if not in_range(installed, MEGATRON_RANGE):
-        raise RuntimeError(
-            f"megatron-core {installed} was not tried on CPU; install {MEGATRON_LINE}.x "
-            f"(pip install 'megatron-core{MEGATRON_RANGE}')"
         )
     for owner, name, replacement in Platform.cpu_patches():
         setattr(owner, name, replacement)
