@@ -21,7 +21,7 @@ from tepo_megatron.config.objective.presets import LARGEST_FILE, Preset, beside
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.paths import FilePaths, absolute
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.config.schema import describe, schema_rows, show, with_plugins
+from tepo_megatron.config.schema import describe, longest_path, schema_rows, show, with_plugins
 
 _MOST_BASES = 32
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
@@ -175,14 +175,14 @@ def _named_plugins(values: Any) -> tuple[str, ...]:
 
 
 def _wrong_permissions(entries: Sequence[str]) -> list[str]:
-    paths = [row.path for row in schema_rows()]
-    known = {path[:end] for path in paths for end in (*(index for index, sign in enumerate(path) if sign == "."), len(path))}
     result = []
     for entry in entries:
         if entry == "model.dtype":
             result.append("train.allow_change: model.dtype is of the model's architecture, which a resumed run cannot change")
-        elif entry not in known:
-            near = difflib.get_close_matches(entry, sorted(known), n=1, cutoff=0.5)
+        elif longest_path(entry) != entry:
+            fields = [row.path for row in schema_rows()]
+            paths = {*fields, *(field.rpartition(".")[0] for field in fields)}
+            near = difflib.get_close_matches(entry, sorted(paths), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             result.append(f"train.allow_change: {show(entry)} is no field of a run{hint}")
     return result

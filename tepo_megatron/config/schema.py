@@ -108,6 +108,15 @@ def schema_rows(*, of_lists: bool = False, joined: bool = False) -> list[_Schema
     return [_joined(group) for group in groups.values()]
 
 
+def longest_path(field: str) -> str | None:
+    """``field``, or the smallest section around it that the schema has; any name stands for NAME."""
+    paths, parts = [row.path.split(".") for row in schema_rows()], field.split(".")
+    known = {".".join(path[:length]) for path in paths for length in range(1, len(path) + 1)}
+    named = [*parts[:1], "NAME", *parts[2:]] if f"{parts[0]}.NAME" in known and len(parts) > 1 else parts
+    lengths = range(len(parts), 0, -1)
+    return next((".".join(parts[:length]) for length in lengths if ".".join(named[:length]) in known), None)
+
+
 def _joined(group: Sequence[_SchemaRow]) -> _SchemaRow:
     def text(column: str) -> str:
         variants: dict[str, list[str]] = {}

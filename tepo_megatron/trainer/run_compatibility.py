@@ -13,6 +13,7 @@ from tepo_megatron.config.base import Section
 from tepo_megatron.config.paths import absolute
 from tepo_megatron.config.reward import AgentConfig
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.schema import longest_path
 from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
@@ -208,14 +209,14 @@ def is_allowed(field: str, allowed: Sequence[str]) -> bool:
 
 def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
     others = [difference for difference in differences if difference.kind == "architecture"]
-    refused = [each for each in differences if each.kind == "run" and not is_allowed(each.field, allowed)]
+    refused = [item for item in differences if item.kind == "run" and not is_allowed(item.field, allowed)]
     if not refused and not others:
         return None
     lines = ["it would not be the same run:", *(f"  {difference}" for difference in [*others, *refused])]
     if others:
         lines.append("it is another model, which nothing can let through; set model.path, model.dtype and model.lora back")
     if refused:
-        fields = dict.fromkeys(difference.field for difference in refused)
+        fields = dict.fromkeys(longest_path(difference.field) or difference.field for difference in refused)
         lines.append(
             "give the settings of the first command line again, or its OUTPUT/resolved.yaml; a change that is meant: "
             f"train.allow_change=[{','.join(fields)}]"

@@ -15,6 +15,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.load import dump_resolved, override
 from tepo_megatron.config.paths import paths_in
+from tepo_megatron.config.schema import with_plugins
 from tepo_megatron.run.loggers import Loggers
 from tepo_megatron.runtime.files import try_writing, write_atomically
 from tepo_megatron.runtime.hub import HUB
@@ -188,7 +189,8 @@ def _accepted(config: RunConfig, model_dir: Path, result: _Whole) -> Resumed:
     differences: list[Difference] = []
     if "identity" in state:  # one of the first format does not say what its run was
         differences = compare_runs(state["identity"], describe_run(config, model_dir))
-    refused = refusal(differences, config.train.allow_change)
+    with with_plugins(config.objective.plugins):
+        refused = refusal(differences, config.train.allow_change)
     if refused is not None:
         raise ValueError(f"the run cannot continue from {folder}, {refused}")
     return Resumed(folder, state, differences, damaged)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tepo_megatron.config.load import ConfigError, load_run
-from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.config.schema import schema_rows, with_plugins
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.run_compatibility import KINDS, Difference, compare_runs, describe_run, refusal
 from tests.support.engines import make_engine
@@ -93,6 +93,34 @@ def test_another_run_is_refused_and_let_through(saved: tuple[str, ...], override
     for entry in (field, field.partition(".")[0]):
         assert refusal(differences, (entry,)) is None
     assert refusal(differences, (field[:-1],)) == text
+
+
+GAME = ("environment.name=guess_number",)
+SERVED = ("objective.distill={coefficient: 1, of: top_k}", "teachers.a={path: t, place: server}")
+WEIGHED = ("reward.verifier=a.py:f", "reward.weights.format=1")
+GATE = "objective.trust_region.tau_positive"  # PLUGIN's
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "field", "entry"),
+    [
+        ((), ("reward.kwargs={x: 2}",), "reward.kwargs.x", "reward.kwargs"),
+        (WEIGHED, ("reward.weights.format=2",), "reward.weights.format", "reward.weights"),
+        ((*GAME, "environment.kwargs.high=5"), ("environment.kwargs.high=9",), "environment.kwargs.high", "environment.kwargs"),
+        (SERVED, ("teachers.a.server.dtype=float32",), "teachers.a.server.dtype", "teachers.a.server.dtype"),
+        (PLUGGED, (f"{GATE}=2",), GATE, GATE),
+    ],
+)
+def test_the_entry_that_a_refusal_names_lets_the_difference_through(
+    saved: tuple[str, ...], overrides: tuple[str, ...], field: str, entry: str
+) -> None:
+    differences = compare(*saved, *overrides, saved=saved)
+    with with_plugins([str(PLUGIN)]):
+        text = str(refusal(differences, ()))
+    assert f"  {field}: " in text
+    assert text.endswith(f"train.allow_change=[{entry}]")
+    allowed = load_run(None, [*saved, *overrides, f"train.allow_change=[{entry}]"]).train.allow_change
+    assert refusal(differences, allowed) is None
 
 
 def test_all_differences_that_count_are_in_one_message() -> None:
@@ -303,21 +331,26 @@ def test_every_field_has_its_kind_and_every_line_of_the_table_a_field() -> None:
     assert not [prefix for prefix in KINDS if not any(path == prefix or path.startswith(f"{prefix}.") for path in paths)]
     saved = stored()
     saved["config"]["objective"]["another"] = saved["config"]["rollout"]["server"]["another"] = 1
-    kinds = {difference.field: difference.kind for difference in compare_runs(saved, described())}
+    differences = compare_runs(saved, described())
+    kinds = {difference.field: difference.kind for difference in differences}
     assert kinds == {"objective.another": "run", "rollout.server.another": "free"}
+    assert str(refusal(differences, ())).endswith("train.allow_change=[objective]")
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         ("optimizer.lrr", r'train\.allow_change: "optimizer\.lrr" is no field of a run.*optimizer\.lr'),
+        ("", r'train\.allow_change: "" is no field of a run'),
+        ("teachers.a.server.dtypes", "is no field of a run; did you mean teachers.NAME.server.dtype"),
+        ("reward.kwargs.x", "is no field of a run; did you mean reward.kwargs"),
         ("nothing.at.all", r'train\.allow_change: "nothing\.at\.all" is no field of a run'),
         ("model.dtype", r"model\.dtype is of the model's architecture"),
     ],
 )
 def test_an_entry_that_can_allow_nothing_is_refused(entry: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_run(None, [f"train.allow_change=[{entry}]"])
+        load_run(None, [f"train.allow_change=['{entry}']"])
     load_run(None, ["train.allow_change=[objective, objective.trust_region.low, optimizer.lr, data.train, seed]"])
 
 
