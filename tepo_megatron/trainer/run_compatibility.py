@@ -15,7 +15,7 @@ from tepo_megatron.config.reward import AgentConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.config.schema import longest_path
 from tepo_megatron.versions import installed_version
-from tepo_megatron.weights.architecture import TOKENIZER_FILES, end_ids, read_model_spec, read_object
+from tepo_megatron.weights.architecture import TOKENIZER_FILES, Experts, ModelSpec, end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
 
 _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
@@ -113,6 +113,7 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     differences = [
         Difference(f"architecture.{field}", old, new, "architecture")
         for field, old, new in _differing(saved["architecture"], current["architecture"])
+        if old is not _ABSENT or new != _architecture_default(field)  # the saving version computed with the default
     ]
     for key, field, what in (
         ("tokenizer", "model.path", "model.path's tokenizer, by its digest"),
@@ -171,6 +172,11 @@ def _default(section: Any, field: str) -> Any:
     if not isinstance(section, Section):
         return _ABSENT
     return type(section).model_construct().model_dump(mode="json").get(name, _ABSENT)
+
+
+def _architecture_default(field: str) -> Any:
+    section, _, name = field.rpartition(".")
+    return getattr({"": ModelSpec, "experts": Experts}.get(section), name, _ABSENT)
 
 
 def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict, replace
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.config.schema import schema_rows, with_plugins
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.run_compatibility import KINDS, Difference, compare_runs, describe_run, refusal
+from tepo_megatron.weights.architecture import ModelSpec
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
+from tests.support.reshard_models import MOE, small_spec
 
 PLUGIN = Path(__file__).parents[3] / "examples/own_objective/my_objective.py"
 MODEL = resolve_model_path("builtin:tiny")
@@ -273,6 +276,27 @@ def test_what_the_saving_version_did_not_know_counts_if_it_is_set(
     differences = compare_runs(without(*unknown), described(*overrides))
     assert line in "\n".join(map(str, differences))
     assert (refusal(differences, ()) is not None) == refused
+
+
+PLAIN = MOE["MixtralForCausalLM"]
+MIXTRAL = small_spec(experts=PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lines"),
+    [
+        (MIXTRAL, []),
+        (replace(MIXTRAL, rotary_fraction=0.5), ["architecture.rotary_fraction: (not known) -> 0.5"]),
+        (small_spec(experts=replace(PLAIN, shared_ffn_size=8)), ["architecture.experts.shared_ffn_size: (not known) -> 8"]),
+    ],
+)
+def test_a_version_that_did_not_know_a_field_of_the_architecture_computed_with_its_default(
+    spec: ModelSpec, lines: list[str]
+) -> None:
+    saved, current = stored(), described()
+    saved["architecture"], current["architecture"] = asdict(MIXTRAL), asdict(spec)
+    del saved["architecture"]["rotary_fraction"], saved["architecture"]["experts"]["shared_ffn_size"]
+    assert [str(item) for item in compare_runs(saved, current)] == lines
 
 
 def test_where_the_same_teacher_scores_does_not_count(tmp_path: Path) -> None:
