@@ -36,13 +36,14 @@ def _sweep(
     """
     outlive_readers()
     from tepo_megatron.config.load import collected_warnings
+    from tepo_megatron.runtime.machine import this_machine
     from tepo_megatron.tools.sweep import Sweep, SweepResults, read_sweep, runs_of, shard
 
     grid = read_sweep(file)
     runs = runs_of(grid, output)
     mine = shard(runs, part)
     with collected_warnings() as sentences:
-        grid.check(mine)
+        grid.check(runs, None if dry_run or table_only else this_machine().gpus, mine)
     for text in sentences:
         echo(f"warning: {text}", err=True)
     if dry_run:

@@ -42,6 +42,7 @@ from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.report.runs import is_beside_training, settings_of
 from tepo_megatron.tools.results import markdown
+from tepo_megatron.trainer.checkpoint_folder import checkpoints
 
 _MOST_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -102,25 +103,39 @@ class SweepFile(Section):
         if len(set(self.seeds)) < len(self.seeds):
             yield f"seeds: {list(self.seeds)} has one of them twice"
 
-    def check(self, runs: Sequence[SweepRun]) -> None:
-        """Raises ValueError for wrong settings or figures, or a folder with other ones."""
+    def check(self, runs: Sequence[SweepRun], gpus: int | None = None, share: Sequence[SweepRun] | None = None) -> None:
+        """Raises ValueError. ``gpus``: of this machine, where runs (all, or ``share``) begin."""
+        here = {run.name for run in (runs if share is None else share)}
         configs = []
+        automatic: dict[tuple[str, ...], dict[str, str]] = {}  # by what the settings make of auto: dtypes with a run each
         for run in runs:
             try:
                 configs.append(load_run(self.run, run.overrides))
                 expected = _compared(configs[-1])
             except ConfigError as error:
                 raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
+            dtype = configs[-1].dtype(gpus) if gpus is not None and run.name in here else None
             if (resolved := run.folder / "resolved.yaml").is_file():
-                there = _compared(load_run(resolved))
-                if expected["model.dtype"] == '"auto"':
+                there = _compared(saved := load_run(resolved))
+                if configs[-1].model.dtype == "auto":
                     expected["model.dtype"] = there["model.dtype"]
+                    if run.is_done or checkpoints(run.folder / "checkpoints"):  # otherwise it begins anew
+                        dtype = saved.model.dtype
                 if other := sorted(path for path in expected.keys() | there.keys() if expected.get(path) != there.get(path)):
                     fields = ", ".join(other[:5])
                     raise ValueError(
                         f"{run.folder} holds a run of other settings ({fields}); give another --output, or remove it"
                     )
-
+            if configs[-1].model.dtype == "auto" and dtype not in (None, "auto"):
+                alike = automatic.setdefault(tuple(map(configs[-1].dtype, (0, 1))), {})
+                alike.setdefault(str(dtype), run.name)
+        for alike in automatic.values():
+            if len(alike) > 1:
+                of_runs = " and ".join(f"{dtype} for {name}" for dtype, name in alike.items())
+                raise ValueError(
+                    f"model.dtype = auto is {of_runs}, as it is the dtype of the machine on which a run begins, and one table "
+                    "would mix both; write model.dtype in overrides and remove the runs of the other, or give another --output"
+                )
         self._check_figures(configs)
 
     def _check_figures(self, configs: Sequence[RunConfig]) -> None:

@@ -274,9 +274,46 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
     sweep.check(runs)  # that it was resumed is no other setting
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there.with_dtype("float32")))
     sweep.check(runs)  # nor what auto became
+    sweep.check(runs, gpus=0)
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(load_run(sweep.run, ["seed=9"])))
     with pytest.raises(ValueError, match=r"tepo-low-seed0 holds a run of other settings .*seed"):
         sweep.check(runs)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "gpus", "share", "said"),
+    [
+        (["float32", "bfloat16"], None, 2, "float32 for tepo-low-seed0 and bfloat16 for grpo-low-seed0, as "),
+        (["float32"], 1, 2, "float32 for tepo-low-seed0 and bfloat16 for grpo-low-seed0, as "),
+        (["bfloat16"], 0, 2, "bfloat16 for tepo-low-seed0 and float32 for grpo-low-seed0, as "),
+        (["float32", "bfloat16"], 0, 1, "float32 for tepo-low-seed0 and bfloat16 for grpo-low-seed0, as "),
+        (["", "bfloat16"], 0, 1, "float32 for tepo-low-seed0 and bfloat16 for grpo-low-seed0, as "),
+        (["float32"], None, 2, ""),
+        (["float32"], 0, 2, ""),
+        (["float32"], 1, 1, ""),  # the other begins elsewhere
+        (["bfloat16"], 1, 2, ""),
+        (["float32"] * 2, 1, 2, ""),  # nothing begins here
+        (["bfloat16", "ended early in float32"], 1, 2, ""),
+    ],
+)
+def test_a_table_does_not_mix_what_auto_is_on_two_machines(
+    dtypes: list[str], gpus: int | None, share: int, said: str, tmp_path: Path
+) -> None:
+    """A folder without a model or a checkpoint says nothing: its run begins anew."""
+    sweep = read_sweep(write(tmp_path, axes=AXES))
+    for run, dtype in zip(runs := runs_of(sweep), dtypes, strict=False):
+        if dtype:
+            (run.folder if dtype.startswith("ended") else run.folder / "model").mkdir(parents=True)
+            resolved = load_run(sweep.run, run.overrides).with_dtype(dtype.removeprefix("ended early in "))
+            (run.folder / "resolved.yaml").write_text(dump_resolved(resolved))
+    with pytest.raises(ValueError, match=f"model.dtype = auto is {said}") if said else nullcontext():
+        sweep.check(runs, gpus, runs[:share])
+
+
+def test_settings_that_make_other_dtypes_of_auto_are_a_choice(tmp_path: Path) -> None:
+    platforms = {"a": "engine.platform=cpu", "b": "engine.platform=auto"}
+    sweep = read_sweep(write(tmp_path, axes={"platform": platforms}))
+    sweep.check(runs_of(sweep), gpus=1)
 
 
 @pytest.mark.parametrize(
