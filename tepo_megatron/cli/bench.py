@@ -208,7 +208,7 @@ def _report_command(
 def _gpu_command(
     only: Annotated[str, Option(help="Parts, separated by commas; default: all.")] = "",
     show: Annotated[bool, Option("--list", help="Only list the parts, in order of value, with what each needs.")] = False,
-    resume: Annotated[bool, Option("--resume", help="Keep what passed in an earlier report of this GPU.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Keep what passed on this GPU with these versions.")] = False,
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:

@@ -157,17 +157,21 @@ class Report:
     note: str
 
     def write(self, folder: Path) -> str:
-        python = platform.python_version()
         head: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "versions": {**{name: version for name in _PACKAGES if (version := installed_version(name))}, "python": python},
+            "versions": self.versions(),
         }
         parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n", *self._shown()]
         record, page = folder / f"{self.stem}.json", folder / f"{self.stem}.md"
         write_atomically(record, json.dumps({**head, **self.record}, indent=1) + "\n")
         write_atomically(page, "\n".join(parts))
         return f"wrote {record} and {page}"
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        packages = {name: version for name in _PACKAGES if (version := installed_version(name))}
+        return {**packages, "python": platform.python_version()}
 
     def show(self, folder: Path) -> None:
         """Also writes it."""

@@ -121,12 +121,11 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 def check(
     parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None], *, resume: bool = False
 ) -> tuple[Report, bool]:
-    """Writes after each part. False if a part failed. ``resume``: what passed in an earlier report is taken from there."""
+    """Writes after each part. False if a part failed. ``resume``: what passed with these versions is taken from reports."""
     started, outcomes = datetime.datetime.now(datetime.UTC), list[dict[str, Any]]()
     before = sorted((output / gpu.folder).glob("*T*Z.json")) if resume else []  # beside files that were written by hand
-    ran = {
-        part["name"]: part for path in before for part in json.loads(path.read_text())["parts"] if part["state"] != "not run"
-    }
+    reports = [report for path in before if (report := json.loads(path.read_text())).get("versions") == Report.versions()]
+    ran = {part["name"]: part for report in reports for part in report["parts"] if part["state"] != "not run"}
     passed = {name: part for name, part in ran.items() if part["state"] == "passed"}
     for part in parts:
         outcomes.append(passed.get(part.name) or part.run(gpu, say))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.cli.bench import _finish
+from tepo_megatron.tools import results
 from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import Report, Table, select
 from tests.support.cli import invoke
@@ -187,7 +188,7 @@ def test_a_benchmark_prints_one_document(tables: int, tmp_path: Path, capsys: py
     assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == before
 
 
-def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path) -> None:
+def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = replace(part("json.tool", "/nonexistent"), name="other")
     check([part("base64", "-t"), fails], H200, tmp_path, print)
     (tmp_path / H200.folder / "runs-2026-11-27.json").write_text('{"runs": []}')  # written by hand
@@ -196,6 +197,9 @@ def test_what_passed_is_not_run_again_when_the_check_is_resumed(tmp_path: Path) 
     assert passed
     assert check([never], H200, tmp_path, print, resume=True)[1]  # from an older report
     assert [line.partition(":")[0] for line in said] == ["other", "other"]
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "installed_version", lambda name: "9.9" if name == "torch" else None)
+        assert not check([never], H200, tmp_path, print, resume=True)[1]
     assert not check([never], H200, tmp_path, print)[1]
 
 
