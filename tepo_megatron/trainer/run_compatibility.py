@@ -18,7 +18,7 @@ from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import TOKENIZER_FILES, Experts, ModelSpec, end_ids, read_model_spec, read_object
 from tepo_megatron.weights.storage.manifest import sampled_digest
 
-_DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
+_DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm", "transformers", "math-verify")
 
 
 _Kind = Literal["free", "run", "architecture"]
@@ -147,7 +147,8 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
         if field not in reported and not unknown_then:
             differences.append(Difference(field, old, new, _kind_of(field, current["config"])))
     for name, old, new in _differing(saved["versions"], current["versions"]):
-        differences.append(Difference(f"versions.{name}", old, new, "free"))
+        if old is not _ABSENT:  # of another list of packages
+            differences.append(Difference(f"versions.{name}", old, new, "free"))
     return differences
 
 
