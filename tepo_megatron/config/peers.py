@@ -493,5 +493,5 @@ def _nemo_mismatch(read: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
 
 def _nemo_betas(read: Mapping[str, Any], optimizer: str) -> Any:
     usual = {f"{optimizer}adam_beta1": 0.9, f"{optimizer}adam_beta2": 0.999}
-    given = [read.get(name, beta) for name, beta in usual.items()]
-    return given if usual.keys() & read.keys() else read.get(f"{optimizer}betas")
+    betas = [read.get(name, beta) for name, beta in usual.items()]
+    return betas if usual.keys() & read.keys() else read.get(f"{optimizer}betas")
