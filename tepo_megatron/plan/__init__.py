@@ -147,6 +147,11 @@ class Plan:
     def _host_problem(self) -> str | None:
         return self.ranks.host_problem(self.hosts, self._step_tokens)
 
+    @property
+    def _update_problem(self) -> str | None:
+        stays = max(memory.weights + memory.context + memory.server for memory in self.stages)
+        return self.server.update_problem(self.config, self.spec, stays)
+
     def _problems(self) -> Iterator[str]:
         config, worst, usable = self.config, self.worst, self.usable_memory
         if usable is not None:
@@ -170,7 +175,7 @@ class Plan:
             longest = self.lengths.longest
             if not self.servers_elsewhere:
                 yield from self._server_problems("rollout.server", config.rollout.server, self.spec, self.server, longest)
-                if problem := self.server.update_problem(config, self.spec):
+                if problem := self._update_problem:
                     yield problem
             for field, served, spec in _served_teachers(config):
                 worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
@@ -227,7 +232,8 @@ class Plan:
             _check_layout(plan.ranks)
         except ValueError:
             return None
-        return None if plan._host_problem else plan
+        no_update = plan._update_problem and not self._update_problem
+        return None if plan._host_problem or no_update else plan
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:

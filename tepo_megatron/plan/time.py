@@ -74,12 +74,25 @@ class ServerMemory:
             concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
         )
 
-    def update_problem(self, config: RunConfig, spec: ModelSpec) -> str | None:
+    def update_problem(self, config: RunConfig, spec: ModelSpec, trainer: float) -> str | None:
+        """``trainer``: bytes that a rank keeps on its GPU meanwhile."""
         server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
+        if not config.engine.wants_gpus:
+            return None
+        no_blocks = server.quantization == "fp8_per_block" or VllmParallel(tp=server.tp).pads_blocks(spec)
+        blocks = "" if no_blocks else "choose rollout.server.quantization = fp8_per_block, "
+        if config.is_colocated:  # without the servers' cache
+            weights = self.weights + self.draft + self.waiting
+            if trainer + weights <= memory:
+                return None
+            return (
+                f"in a weight update a colocated server's {weights / GIB:.1f} GiB of weights need room beside "
+                f"{trainer / GIB:.1f} GiB of a training rank, and cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; "
+                f"{blocks}raise rollout.server.tp, or raise engine.parallel.tp"
+            )
         room = (1 - server.gpu_memory_utilization) * memory + self.workspace
-        if config.is_colocated or not config.engine.wants_gpus or self.waiting <= room:
-            return None  # colocated servers have no cache during an update
-        blocks = "" if VllmParallel(tp=server.tp).pads_blocks(spec) else "choose fp8_per_block, "
+        if self.waiting <= room:
+            return None
         return (
             f"a vLLM worker holds {self.waiting / GIB:.1f} GiB of weights in full precision until an update is there whole, as "
             f"rollout.server.quantization = {server.quantization} compares those of all workers, and has {room / GIB:.1f} GiB "

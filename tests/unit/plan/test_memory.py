@@ -188,6 +188,26 @@ def test_fp8_servers_need_room_for_what_waits_for_scales_over_all_workers(quanti
         assert servers(f"gpu_memory_utilization={0.96 - less:.2f}").problems != ()
 
 
+def test_a_colocated_server_s_weights_must_fit_beside_the_trainer_s() -> None:
+    """In an update, when the rest of both has left the GPU."""
+
+    def shared(*overrides: str) -> Plan:
+        servers = (f"rollout.server.{one}" for one in ("tp=2", "count=4", "gpu_memory_utilization=0.95"))
+        return plan(*servers, "optimizer.distributed=false", *overrides, path=LORA)
+
+    (problem,) = shared().problems
+    assert "a colocated server's 65.7 GiB of weights need room beside 23.1 GiB of a training rank, and" in problem
+    quantized = ("rollout.server.quantization=fp8_per_block", "rollout.uncorrected=true")
+    assert shared("rollout.server.tp=4", "rollout.server.count=2").problems == shared(*quantized).problems == ()
+    size = re.findall(r"([\d.]+) GiB", problem)
+    enough = math.fsum(map(float, size)) + 0.2
+    tight = shared(f"cluster.gpu_memory_gib={enough}")
+    assert tight.problems == ()
+    assert shared(f"cluster.gpu_memory_gib={enough - 0.4}").problems != ()
+    assert tight._changed({"optimizer.distributed": True}) is None, "another group of ranks takes 0.35 GiB"
+    assert tight._changed({"engine.head": "fused"}) is not None
+
+
 # -- tepo train asks ---------------------------------------------------------------------------------------------------------
 
 ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
