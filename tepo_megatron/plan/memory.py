@@ -154,13 +154,18 @@ class TrainingRanks:
         multiple = self.config.engine.token_multiple
         return -(-(-(-tokens // multiple) * multiple) // self._parallel.cp)
 
+    @property
+    def _sequences(self) -> int:
+        return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt
+
     def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
         spec, config, parallel, b = self.spec, self.config, self._parallel, self._element
         count, trained = self.split.in_stage(stage).total, self.split.in_stage(stage, config.model.lora)
         adapters = trained.total if config.model.lora is not None else 0
         tokens = self.micro_batch_tokens(longest)
         local_tokens = step_tokens / config.train.minibatches / parallel.dp
-        micro_batches = -(-local_tokens / (tokens * parallel.cp) // 1)
+        local_sequences = -(-self._sequences // (config.train.minibatches * parallel.dp))
+        micro_batches = -(-local_sequences * longest // (tokens * parallel.cp))  # if all are the longest
         logits, transient = self._head_or_layer(stage, tokens)
         owned = self.owned_weights(stage)
         boundary = tokens * b * spec.hidden_size / self._sequence_split

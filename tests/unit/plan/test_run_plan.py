@@ -285,6 +285,16 @@ def terms(stage: int, *overrides: str) -> dict[str, float]:
     return ranks.memory(stage, longest=5120, step_tokens=2.6e6).terms
 
 
+def test_short_responses_on_average_keep_no_fewer_micro_batches() -> None:
+    """One step may have all of the longest."""
+    few = ("rollout.prompts_per_step=8", "train.minibatches=8", "engine.micro_batch_tokens=16384", REPLAY)
+    config = load_run(Path(LLAMA), [*few, "rollout.sampling.max_new_tokens=15360", "rollout.server.max_model_len=16384"])
+    plans = [make_plan(config, response_tokens=mean) for mean in (100, 15360)]
+    short, long = ([stage.activations for stage in found.stages] for found in plans)
+    assert short == long
+    assert all("the largest term is activations" in found.problems[0] for found in plans)
+
+
 def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
     base, full = terms(3), terms(3, "engine.recompute=full")
     assert full["activations"] < 0.2 * base["activations"]
