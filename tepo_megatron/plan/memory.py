@@ -279,7 +279,9 @@ class TrainingRanks:
             # the scored tokens' inputs and their gradients; the weight's gradient has a placeholder that a CPU never touches
             at_head = 2 * gathered + (weight if self._kind == "cuda" else 0)
         else:
-            logits = tokens * row
+            judges = len(self.teachers) if "divergence" in self.config.objective.needs else 0
+            # the gradient is written over the policy's, but not with several teachers
+            logits = tokens * row * (judges + 1 + (judges > 1))
             # with sequence parallelism the gathered input and its gradient at once; then the gradient of the head's weight
             at_head = gathered * (2 if parallel.sequence_parallel else 1) + weight
         logits += _SCORE_WORKSPACE[self._kind]

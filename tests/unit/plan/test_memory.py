@@ -335,10 +335,10 @@ def test_teachers_on_the_ranks_are_counted() -> None:
     """They wait in host memory: on the GPU a head is beside an update, and the layers are where activations are later."""
     distill, alone = "objective.distill.of=all", plan()
     judged = plan(distill, f"teachers.big.path={alone.config.model.path}")
-    peak = alone.worst.activations + alone.worst.logits + alone.worst.transient
+    peak = judged.worst.activations + judged.worst.logits + judged.worst.transient
     head = 2 * alone.spec.padded_vocab_size(1) * alone.spec.hidden_size
     assert judged.worst.teachers == head + max(0, alone.worst.weights - head - peak)
-    assert judged.worst.total == alone.worst.total + judged.worst.teachers
+    assert {**judged.worst.terms, "teachers": 0, "logits": 0} == {**alone.worst.terms, "teachers": 0, "logits": 0}
     large = plan("objective.distill.coefficient=1", "teachers.big.path=Llama-3.3-70B-Instruct")
     assert "the largest term is teachers" in large.problems[0]
     assert judged.time.score == pytest.approx(2 * alone.time.score, rel=0.01)
@@ -355,6 +355,20 @@ def test_teachers_on_the_ranks_are_counted() -> None:
     whole = 8 * 64 * top._step_tokens
     assert top.hosts[0].teachers - served.hosts[0].teachers == 2 * whole
     assert top.worst.communication - served.worst.communication == pytest.approx(2 * whole / top.config.train.minibatches)
+
+
+@pytest.mark.parametrize(
+    ("of", "head", "rows"), [("all", "logits", [1, 3]), ("all", "fused", [0, 0]), ("sampled", "logits", [0, 0])]
+)
+def test_logits_of_teachers_are_kept_until_the_loss_goes_backward(of: str, head: str, rows: list[int]) -> None:
+    """Of one beside the policy's; of two also the gradient, which is then not written over the policy's."""
+    alone = plan(f"engine.head={head}")
+    every = 2 * alone.ranks.micro_batch_tokens(alone.lengths.longest) * alone.spec.padded_vocab_size(1)
+    for names, more in zip(("a", "ab"), rows, strict=True):
+        sources = ", ".join(f"{{path: {name}, teacher: {name}}}" for name in names)
+        teachers = [f"teachers.{name}.path={alone.config.model.path}" for name in names]
+        judged = plan(f"engine.head={head}", f"objective.distill.of={of}", f"data.train=[{sources}]", *teachers)
+        assert judged.worst.logits - alone.worst.logits == more * every
 
 
 @pytest.mark.parametrize(
