@@ -149,9 +149,12 @@ class TrainingRanks:
         return of_sequences + (self.config.engine.token_multiple - 1) / 2 / tokens
 
     def micro_batch_tokens(self, longest: int) -> int:
-        # a sequence longer than the bound is a micro-batch of its own
-        tokens = max(self.config.engine.micro_batch_tokens, longest)
-        multiple = self.config.engine.token_multiple
+        # A sequence longer than the bound is a micro-batch of its own. All ranks have equally many micro-batches, so that two
+        # long sequences may share one if the ranks do not divide their number.
+        config, several = self.config, self._parallel.dp * self._parallel.micro_batch_group > 1
+        any_number = config.rollout.truncated == "mask" or self._sequences % config.fewest_sequences > 0
+        tokens = max(config.engine.micro_batch_tokens, 2 * longest if several and any_number else longest)
+        multiple = config.engine.token_multiple
         return -(-(-(-tokens // multiple) * multiple) // self._parallel.cp)
 
     @property

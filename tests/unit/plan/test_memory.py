@@ -23,6 +23,7 @@ from tepo_megatron.run import checks
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.trainer.megatron import policy
+from tepo_megatron.trainer.megatron.parallel.partition import partition
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, Case, cases, small_spec
@@ -310,6 +311,23 @@ def test_its_product_is_computed_once_more() -> None:
     assert fused.flops_train - plain.flops_train == pytest.approx(2 * 128256 * 8192 * plain.tokens)
     assert fused.train > plain.train
     assert fused.flops_score == plain.flops_score
+
+
+@pytest.mark.parametrize(("dp", "pairs"), [(1, False), (2, True)])
+def test_two_long_sequences_share_a_micro_batch_if_ranks_do_not_divide_their_number(dp: int, pairs: bool) -> None:
+    longest, bound = 5120, 8192
+    bins = partition([longest] * 127, ranks=dp, max_tokens=bound)
+    most = max(longest * len(members) for of_rank in bins for members in of_rank)
+    assert most == longest * (1 + pairs)
+
+    def tokens(**rollout: Any) -> int:
+        engine = {"micro_batch_tokens": bound, "parallel": {"dp": dp}}
+        config = RunConfig.model_validate({"engine": engine, "rollout": rollout, "train": {"minibatches": 4}})
+        return TrainingRanks(SPEC, config).micro_batch_tokens(longest)
+
+    odd = {"prompts_per_step": 127, "samples_per_prompt": 4}
+    assert tokens(truncated="mask") == tokens(**odd) == max(bound, most)
+    assert tokens() == bound
 
 
 # -- LoRA
