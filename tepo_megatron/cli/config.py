@@ -104,10 +104,11 @@ def _plan(
 ) -> None:
     """Compute what a run needs: memory of trainer and servers, traffic, time of a step. No GPU, and without --exact no torch.
 
-    Exit code 1 if it does not fit, with what to change.
+    Exit code 1 if it does not fit, with what to change; a warning with engine.check_memory=false.
 
     [dim]tepo plan examples/llama3.3-70b/run.yaml cluster.rollout_nodes=8 rollout.server.count=16[/]
     """
+    from tepo_megatron.config.load import collected_warnings
     from tepo_megatron.plan import check_plan, make_plan
     from tepo_megatron.plan.tables import plan_json, plan_notes, plan_tables
 
@@ -120,7 +121,10 @@ def _plan(
             show(table)
         for line in plan_notes(result, counts):
             echo(line)
-    check_plan(result)
+    with collected_warnings() as sentences:
+        check_plan(result)
+    for text in sentences:
+        echo(f"warning: {text}", err=True)
 
 
 @app.command("init")

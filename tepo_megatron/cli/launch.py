@@ -13,7 +13,7 @@ from typer import Argument, Option
 from tepo_megatron.cli.console import RunFile, print_json, show
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.cluster import ExecutorName
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.load import collected_warnings, load_run
 from tepo_megatron.launch import nemo
 from tepo_megatron.launch.executors import run_here, submit, write_scripts
 from tepo_megatron.launch.job import Job, on_nodes
@@ -55,7 +55,10 @@ def _run(
         for line in plan_notes(plan):
             echo(line)
         echo("")
-    check_plan(plan)
+    with collected_warnings() as sentences:
+        check_plan(plan)
+    for text in sentences:
+        echo(f"warning: {text}", err=True)
     job = secrets.token_hex(5)
     texts, code = write_scripts(config, job) if config.cluster.executor != "slurm" else nemo.write_scripts(config), 0
     if dry_run and as_json:

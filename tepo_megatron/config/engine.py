@@ -169,7 +169,7 @@ class EngineConfig(Section):
     """Fraction of a GPU's memory that the trainer may allocate."""
 
     check_memory: bool = True
-    """Refuse a run beyond its GPUs' memory (docs/reference/plan.md). ``false``: only warn."""
+    """Refuse a run that its plan finds too large (docs/reference/plan.md). ``false``: only warn."""
 
     parallel: ParallelConfig = ParallelConfig()
 

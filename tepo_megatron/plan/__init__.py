@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -273,9 +274,12 @@ def _served_teachers(config: RunConfig) -> Iterator[tuple[str, ServerConfig, Mod
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ValueError with the plan's problems."""
+    """Raises ValueError with the plan's problems, or warns with ``engine.check_memory = false``."""
+    sentence = f"the run does not fit: {'; '.join(plan.problems)}"
+    if plan.problems and plan.config.engine.check_memory:
+        raise ValueError(f"{sentence}; engine.check_memory = false tries it all the same ('tepo plan' shows each term)")
     if plan.problems:
-        raise ValueError("the run does not fit: " + "; ".join(plan.problems))
+        warnings.warn(sentence, stacklevel=2)
 
 
 def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -298,6 +299,17 @@ def test_json_without_a_dry_run_submits_nothing(monkeypatch: pytest.MonkeyPatch)
     done = invoke(*words, "--json", code=1)
     assert done.stderr.startswith("error: --json shows what --dry-run does;")
     assert json.loads(invoke(*words, "--json", "--dry-run").stdout).keys() == {"plan", "scripts"}
+
+
+def test_what_does_not_fit_is_planned_and_launched_with_a_warning_if_memory_is_not_checked() -> None:
+    words = [ROOT / "examples" / "llama3.3-70b" / "run.yaml", "cluster.gpu_memory_gib=40", "cluster.executor=kubernetes"]
+    words += ["cluster.container=image", "cluster.mounts=['claim:/shared']", "output=/shared/out"]
+    for command in (["plan"], ["launch", "--dry-run"]):
+        refused = invoke(*command, *words, code=1)
+        assert refused.stderr.endswith("; engine.check_memory = false tries it all the same ('tepo plan' shows each term)\n")
+        done = invoke(*command, *words, "engine.check_memory=false")
+        (warning,) = re.findall("^warning: the run does not fit: a training rank needs .*", done.stderr, re.MULTILINE)
+        assert warning.removeprefix("warning") == refused.stderr.rpartition(";")[0].removeprefix("error")
 
 
 SET = {
