@@ -104,7 +104,7 @@ def _plan(
 ) -> None:
     """Compute what a run needs: memory of trainer and servers, traffic, time of a step. No GPU, and without --exact no torch.
 
-    Exit code 1 if it does not fit, with what to change; a warning with engine.check_memory=false.
+    Exit code 1 if it does not fit, with what to change.
 
     [dim]tepo plan examples/llama3.3-70b/run.yaml cluster.rollout_nodes=8 rollout.server.count=16[/]
     """

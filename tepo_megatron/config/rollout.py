@@ -163,6 +163,8 @@ class ServerConfig(Section):
         return next((name for name in present if name in names), None)
 
     def _faults(self) -> Iterator[str]:
+        if (size := self.argument_among("--gpu-memory-utilization", "--max-model-len", "--max-num-seqs")) is not None:
+            yield f"extra_args has {size}, which no plan reads; set {size.strip('-').replace('-', '_')} instead"
         if self.load_format == "dummy" and self.transfer == "gather":
             yield "load_format = dummy needs transfer = reshard, which fills every parameter; set load_format = model"
         if self.quantization != "none" and self.drafts:

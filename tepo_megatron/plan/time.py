@@ -75,7 +75,7 @@ class ServerMemory:
         )
 
     def update_problem(self, config: RunConfig, spec: ModelSpec, trainer: float) -> str | None:
-        """``trainer``: bytes that a rank keeps on its GPU meanwhile."""
+        """``trainer``: bytes of a rank meanwhile."""
         server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
         if not config.engine.wants_gpus:
             return None

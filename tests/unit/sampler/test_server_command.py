@@ -227,6 +227,9 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
         ({"speculative": {}, "routing_replay": True}, "routing_replay = true with speculative"),
         ({"head_dtype": "float32", "extra_args": ("--hf-overrides", "{}")}, '"head_dtype": "float32" into the overrides'),
         ({"head_dtype": "float32", "extra_args": ("--hf_overrides={}",)}, '"head_dtype": "float32" into the overrides'),
+        ({"extra_args": ("--gpu-memory-utilization=0.95",)}, "which no plan reads; set gpu_memory_utilization instead"),
+        ({"extra_args": ("--seed=1", "--max_model_len", "4096")}, "which no plan reads; set max_model_len instead"),
+        ({"extra_args": ("--max-num-seqs", "64")}, "which no plan reads; set max_num_seqs instead"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
