@@ -23,7 +23,7 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.protocol import EnvironmentHost
+from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tests.support.episodes import VOCABULARY, Letters
 from tests.support.launcher import fail_or_skip
@@ -128,6 +128,22 @@ def check_game(name: str, most: int, lost_after: int, form: str = "{}", **kwargs
         assert sum(answer["reward"] for answer in lost) < 1
 
 
+def check_a_step_of(name: str, **kwargs: Any) -> None:
+    """As many episodes as a step has begin and end."""
+    run = load_run(EXAMPLES / f"{name}.yaml")
+    assert run.environment is not None
+    config = run.environment.model_copy(update={"timeout_s": 600.0, "kwargs": {**run.environment.kwargs, **kwargs}})
+    numbers, answers = range(run.rollout.prompts_per_step * run.rollout.samples_per_prompt), list[EpisodeAnswer]()
+    with closing(EnvironmentWorkers(config)) as host:
+        for number in numbers:
+            host.call(number, ["reset", Problem("p", "", "").to_json(), 0, False])
+        while len(answers) < len(numbers):
+            for answer in host.poll(TIMEOUT_S):
+                answers.append(answer)
+                host.end(answer.episode)
+    assert {answer.error for answer in answers} == {None}
+
+
 @pytest.mark.parametrize(("name", "most", "lost_after", "form"), [("gymnasium", 7, 3, "{}"), ("textarena", 20, 2, "[{}]")])
 def test_a_game_of_another_library_is_won_and_lost(install: Install, name: str, most: int, lost_after: int, form: str) -> None:
     """Gymnasium's limit of time is three turns; TextArena ends with the second move that is none."""
@@ -151,6 +167,7 @@ def test_a_game_of_openenv_is_won_and_lost_on_its_own_server(install: Install) -
                 except httpx.ConnectError:
                     time.sleep(0.1)
             check_game("openenv", 7, 3, base_url=url)
+            check_a_step_of("openenv", base_url=url)
         finally:
             server.kill()
 
