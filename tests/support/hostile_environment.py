@@ -1,6 +1,7 @@
 """An environment that misbehaves as it is told, for worker processes: imports nothing heavy."""
 
 import os
+import socket
 import time
 from typing import Any, ClassVar
 
@@ -93,6 +94,14 @@ class Large(Hostile):
 
     def reset(self, problem: Problem, seed: int) -> Any:
         self.kept = bytearray(60 * 10**6)
+        return super().reset(problem, seed)
+
+
+class Connected(Patient):
+    """Holds two sockets."""
+
+    def reset(self, problem: Problem, seed: int) -> Any:
+        self.sockets = socket.socketpair()
         return super().reset(problem, seed)
 
 

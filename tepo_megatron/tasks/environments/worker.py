@@ -21,11 +21,11 @@ from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS
 from tepo_megatron.tasks.environments.protocol import StepResult, awaited
 from tepo_megatron.tasks.reward.worker import check_value
 
-_FILES_OF_AGENT = 8
+_FILES_OF_EPISODE = 8
 
 
 def _open_files(setup: Mapping[str, Any]) -> int:
-    return OPEN_FILES + (_FILES_OF_AGENT * setup["concurrency"] if setup["agent"] else 0)
+    return OPEN_FILES + _FILES_OF_EPISODE * setup["concurrency"]
 
 
 _CLASSES = {"guess_number": "GuessNumber", "calculator": "Calculator", "python": "PythonTool"}

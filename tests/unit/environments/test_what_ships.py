@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_waiting_for_other_programs_is_no_time_of_a_call() -> None:
     assert {answer.error for answer in found} == {None}
     shown = ["text", "<output>error: it ran longer than 1 s</output>"]
     assert [answer.answer["observation"] for answer in found].count(shown) == 40
+
+
+def test_every_episode_of_a_worker_has_room_for_its_sockets() -> None:
+    name = f"{Path(__file__).parents[2]}/support/hostile_environment.py:Connected"
+    config, found = EnvironmentConfig(name=name, timeout_s=600), list[EpisodeAnswer]()
+    with closing(EnvironmentWorkers(config)) as workers:
+        for number in range(config.concurrency):
+            workers.call(number, ["reset", Problem("p", "", "").to_json(), 0, False])
+        while len(found) < config.concurrency:
+            found += workers.poll(600.0)
+    assert {answer.error for answer in found} == {None}
 
 
 def test_programs_are_off_unless_switched_on_whatever_their_environment_is_called() -> None:
