@@ -1,5 +1,4 @@
 import socket
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,7 +6,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.plan import Plan
+from tepo_megatron.plan import Plan, check_plan
 from tepo_megatron.plan.shapes import CHECKPOINT_BYTES, model_parameters
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
@@ -164,18 +163,17 @@ class Placement:
 
     def check_memory(self, spec: ModelSpec) -> None:
         """Raises ValueError, or warns with ``engine.check_memory = false``."""
-        if not self.on_gpus:
+        elsewhere = self.server.placement == "external"
+        if not self.on_gpus and (elsewhere or self.config.rollout.replay is not None):
             return
-        problems = Plan.of(self._planned(), spec, servers_elsewhere=self.server.placement == "external").problems
-        if not problems:
-            return
-        sentence = "the run does not fit: " + "; ".join(problems)
-        if self.config.engine.check_memory:
-            raise ValueError(f"{sentence}; engine.check_memory = false tries it all the same ('tepo plan' shows each term)")
-        warnings.warn(sentence, stacklevel=2)
+        check_plan(Plan.of(self._planned(), spec, servers_elsewhere=elsewhere))
 
     def _planned(self) -> RunConfig:
         machine, server = self.machine, self.server
+        if not self.on_gpus:
+            engine = self.config.engine.model_copy(update={"platform": "cpu"})  # what "auto" is here
+            data = self.config.data.model_copy(update={"max_prompt_tokens": None})  # only bounds them: the start looks at each
+            return self.config.model_copy(update={"engine": engine, "data": data})
         gpus = max(machine.gpus, machine.local_ranks)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count()))
         nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus}

@@ -257,9 +257,23 @@ def test_external_servers_are_not_judged_by_the_trainer_s_gpus(gpu_of) -> None:
         Placement(load_run(Path(H200), [few]), ONE_GPU).check_memory(spec)
 
 
-def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_of) -> None:
-    """70B on a machine without a GPU may be slow; it is asked only where something would be built on a GPU."""
+def test_a_run_on_cpus_is_asked_about_its_servers_alone(monkeypatch: pytest.MonkeyPatch, gpu_of) -> None:
+    """70B on a machine without a GPU may be slow; vLLM's cache there has a size of its own."""
     gpu_of(0.001)
+    here, wide = Machine(gpus=0, has_nccl=False, local_ranks=1, ranks=1), "model.path=Qwen3-14B"
+    for overrides in (
+        ["rollout.server={max_model_len: 1024}"],
+        ["rollout.server={max_model_len: 1024}", "data.max_prompt_tokens=1024"],  # a bound that its prompts may not reach
+        ["rollout.server={cpu_kv_cache_gib: 13}"],
+        ["rollout.server={placement: external, registry: /r}"],
+        ["rollout.replay=/r"],
+    ):
+        small = load_run(None, [wide, *overrides])
+        Placement(small, here).check_memory(resolve_spec("Qwen3-14B")[0])
+    with pytest.raises(
+        ValueError, match=r"only with room for one sequence .*, or raise .* or rollout\.server\.cpu_kv_cache_gib"
+    ):
+        Placement(load_run(None, [wide]), here).check_memory(resolve_spec("Qwen3-14B")[0])
     given = load_run(Path(LLAMA))
     spec = resolve_spec(given.model.path)[0]
     Placement(given, Machine(gpus=0, has_nccl=False, local_ranks=8, ranks=64)).check_memory(spec)
