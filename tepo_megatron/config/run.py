@@ -192,7 +192,8 @@ class RunConfig(Section):
         if metric not in known:
             near = get_close_matches(metric, sorted(name for name in known if "@k" not in name), n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else "docs/reference/metrics.md has them"
-            yield f"{field} = {metric} is no metric of this run; {hint}"
+            what = "figure of the updates" if of_updates else "metric of this run"
+            yield f"{field} = {metric} is no {what}; {hint}"
 
     def _faults(self) -> Iterator[str]:
         yield from _engine_faults(self)

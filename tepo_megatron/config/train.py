@@ -13,7 +13,7 @@ class _RollbackConfig(Section):
     """Returns to a checkpoint if a metric explodes."""
 
     metric: str
-    """Names a key of the step's row, such as ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
+    """A figure of the updates, such as ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
 
     above: float | None = None
     """Largest value allowed."""

@@ -214,9 +214,12 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
         (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], "evaluate.every = 0 makes none"),
         (["train.save_every=1", "train.keep_best.metric=avg@4"], "no metric of this run; did you mean accuracy/avg@4?"),
         ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=los"], "rollback.metric = los is no … mean loss?"),
-        ([*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=time/step"], "metric = time/step is no metric"),
+        (
+            [*ROLLBACK[1:], "train.save_every=1", "train.rollback.metric=time/step"],
+            "metric = time/step is no figure of the updates",
+        ),
         *(
-            ([*ROLLBACK, "train.save_every=1", f"train.rollback.metric={name}"], f"{name} is no metric")
+            ([*ROLLBACK, "train.save_every=1", f"train.rollback.metric={name}"], f"{name} is no figure of the updates")
             for name in AFTER_UPDATES
         ),
         (["train.callbacks=[{callback: early_stopping, kwargs: {metric: accuracy/avg@8}}]"], "did you mean accuracy/avg@4?"),
