@@ -18,7 +18,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.estimators import t_975
-from tepo_megatron.tools.results import describe_machine
+from tepo_megatron.tools.results import Report
 from tepo_megatron.tools.sweep import Spread, SweepFile, SweepRun, area, points, read_sweep, runs_of
 
 COLUMNS = (
@@ -68,7 +68,7 @@ class Evidence:
             raise ValueError(f"{results} holds runs of other settings than {file} has; remove that folder to start again")
         versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")}
         versions["python"] = platform.python_version()
-        here = ", ".join([describe_machine().partition(", load")[0], *(f"{name} {value}" for name, value in versions.items())])
+        here = ", ".join([Report.machine().partition(", load")[0], *(f"{name} {value}" for name, value in versions.items())])
         done = [run for run in runs_of(sweep, folder) if run.is_done]
         for run in done:
             source = run.folder / "metrics.jsonl"

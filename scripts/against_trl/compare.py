@@ -23,7 +23,7 @@ from sizes import SIZES, WARM_UP, Size  # type: ignore[import-not-found]  # besi
 
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tools.results import Report, Table, markdown, median_and_range
+from tepo_megatron.tools.results import Report, Table, markdown
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
@@ -122,7 +122,7 @@ def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> Table:
             took = {phase: statistics.median(one[side][phase] for one in rounds) for phase in PHASES}
             phases = ["–" if math.isnan(took[phase]) else f"{took[phase]:.2f}" for phase in PHASES]
             ratios = [one[side]["step"] / one["TRL"]["step"] for one in rounds]
-            rows.append([name, side, *phases, "1" if side == "TRL" else median_and_range(ratios)])
+            rows.append([name, side, *phases, "1" if side == "TRL" else Report.median_and_range(ratios)])
     columns = ["size", "side", "step, s", "rollout", "score", "update", "sync", "step ÷ TRL's (lowest–highest)"]
     return Table(columns, rows)
 

@@ -25,7 +25,7 @@ from scripts.studies.options import study_parser
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tools.results import Report, Table, median_and_range
+from tepo_megatron.tools.results import Report, Table
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -147,7 +147,7 @@ def _main() -> None:
         times = (f"{middle.seconds:.1f}", f"{1000 * middle.per_token:.3f}", f"{middle.tokens:.0f}")
         rows.append((schedule, *times, f"{middle.idle_trainer:.0%}", f"{middle.idle_servers:.0%}"))
     head = ("schedule", "s, all steps", "ms a token trained on", "tokens trained on", "trainer idle", "servers idle")
-    said = f"Seconds a token, overlap ÷ sync, median of {args.repeats} pairs (range): {median_and_range(ratios)}"
+    said = f"Seconds a token, overlap ÷ sync, median of {args.repeats} pairs (range): {Report.median_and_range(ratios)}"
     record = {name: value for name, value in vars(args).items() if name != "output"}
     record |= {schedule: [vars(run) for run in runs] for schedule, runs in result.items()} | {"ratios": ratios}
     note = f"{args.prompts} × {args.samples} responses a step, one prompt in {_EVERY} long, k = {args.staleness}"

@@ -159,7 +159,7 @@ class Report:
     def write(self, folder: Path) -> str:
         head: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            "machine": self.machine(),
             "versions": self.versions(),
         }
         parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n", *self._shown()]
@@ -167,6 +167,18 @@ class Report:
         write_atomically(record, json.dumps({**head, **self.record}, indent=1) + "\n")
         write_atomically(page, "\n".join(parts))
         return f"wrote {record} and {page}"
+
+    @staticmethod
+    def median_and_range(values: Sequence[float]) -> str:
+        return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+    @staticmethod
+    def machine() -> str:
+        cpu = platform.processor() or platform.machine()
+        if (info := Path("/proc/cpuinfo")).is_file():
+            names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+            cpu = names[0] if names else cpu
+        return f"{os.cpu_count()} × {cpu}, load average {os.getloadavg()[0]:.1f}"
 
     @staticmethod
     def versions() -> dict[str, str]:
@@ -181,15 +193,3 @@ class Report:
         for table in self.tables:
             yield from [f"{table.title}\n"] * bool(table.title)
             yield markdown(table.columns, table.rows)
-
-
-def median_and_range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
-
-
-def describe_machine() -> str:
-    cpu = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    return f"{os.cpu_count()} × {cpu}, load average {os.getloadavg()[0]:.1f}"

@@ -25,7 +25,7 @@ from tepo_megatron.sampler.sampling import Sample
 from tepo_megatron.sampler.vllm.wire import head_frame, read_responses, response_frame
 from tepo_megatron.tools.bench.recipes import make_model
 from tepo_megatron.tools.bench.step import SIZES
-from tepo_megatron.tools.results import Child, Report, Table, in_processes, median_and_range
+from tepo_megatron.tools.results import Child, Report, Table, in_processes
 from tepo_megatron.trainer.megatron.parallel.batch import broadcast
 from tepo_megatron.trainer.packing import pack
 
@@ -70,7 +70,7 @@ class RolloutSetting:
         """``draws``: server's and offline engine's; lists: by repeat. ``shares``: CPU seconds per second, by process."""
         ours, offline = draws
         rates = [[tokens / s for tokens, s in zip(side["tokens"], side["seconds"], strict=True)] for side in draws]
-        ratio = median_and_range([a / b for a, b in zip(*rates, strict=True)])
+        ratio = Report.median_and_range([a / b for a, b in zip(*rates, strict=True)])
 
         def share(*kinds: str) -> str:
             return f"{sum(statistics.median(item.get(kind, 0.0) for item in ours['shares']) for kind in kinds):.0%}"

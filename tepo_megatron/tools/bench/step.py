@@ -20,7 +20,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.tools.bench.recipes import llama, make_model
-from tepo_megatron.tools.results import Child, Report, Table, median_and_range
+from tepo_megatron.tools.results import Child, Report, Table
 
 ROOT = Path(__file__).parents[3]
 
@@ -245,4 +245,4 @@ class _World:
 
 
 def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    return median_and_range([their / our for their, our in zip(theirs, ours, strict=True)])
+    return Report.median_and_range([their / our for their, our in zip(theirs, ours, strict=True)])

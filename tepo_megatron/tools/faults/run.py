@@ -35,7 +35,7 @@ from tepo_megatron.tools.faults import (
 )
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
-from tepo_megatron.tools.results import Table, describe_machine, markdown
+from tepo_megatron.tools.results import Report, Table, markdown
 
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
@@ -198,7 +198,7 @@ class _OutcomeLog:
 
     def write_markdown(self, path: Path, *, command: str) -> Path:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-        parts = [_INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(*self.table()[:2])]
+        parts = [_INTRODUCTION, f"`{command}`, {date}, {Report.machine()}.", "", markdown(*self.table()[:2])]
         if missing := [name for name in CLASSES if name not in self._outcomes]:
             parts += [f"Not injected in this record: {', '.join(missing)}.", ""]
         if self.lost:

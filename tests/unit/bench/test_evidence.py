@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.distill import page as distill_page
-from examples.evidence import figures
 from examples.evidence.figures import FIGURES, Estimate, Evidence
 from examples.evidence.page import make, page_text
 from examples.evidence.second import page as second_page
@@ -29,6 +28,7 @@ from examples.evidence.tables import CLAIMS, NOT_HALF, corrected, effects, holm
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.evaluate.estimators import t_975
+from tepo_megatron.tools.results import Report
 from tepo_megatron.tools.sweep import SweepFile, read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
@@ -270,7 +270,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
 
     # Another machine's folder has the third seed only; what was collected stays.
     assert re.search(r"Collected on \d+ × .*, torch .*, python [\d.]+\.\n", page)
-    monkeypatch.setattr(figures, "describe_machine", lambda: "64 × another, load average 0.1")
+    monkeypatch.setattr(Report, "machine", lambda: "64 × another, load average 0.1")
     write_runs(root, "tiny", second, {"tepo": 3, "grpo": 3}, rates, noise=0.01)
     for run in runs_of(read_sweep(root / "examples/evidence/tiny.yaml"), second):
         if run.seed < 2 and run.folder.is_dir():
@@ -406,7 +406,7 @@ def test_runs_that_another_machine_finished_are_brought_back_as_its_own(
         os.utime(run.folder / "metrics.jsonl", (0, 0))
     assert keep("parts", one, results) == (0, 2)
     kept = {path.name: path.read_bytes() for path in (results / "parts").iterdir()}
-    monkeypatch.setattr(figures, "describe_machine", lambda: "64 × another, load average 0.1")
+    monkeypatch.setattr(Report, "machine", lambda: "64 × another, load average 0.1")
     assert [keep("parts", other, results), keep("parts", other, results)] == [(2, 2), (0, 2)]
     assert kept == {path.name: path.read_bytes() for path in (results / "parts").iterdir()}
     assert b"1970-01-01T00:00Z" in kept["sweep.json"]
