@@ -78,7 +78,8 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     # The file may have the name of a module of the standard library.
     name = f"user_code_{path.stem}"
-    return _execute(name, SourceFileLoader(name, str(path)))
+    # Python's cached bytecode would be taken if the file was edited in the second in which it was read, to the same size
+    return _execute(name, _Bytes(name, str(path), path.read_bytes()))
 
 
 def _execute(name: str, loader: SourceFileLoader) -> ModuleType:

@@ -6,7 +6,9 @@ small server that answers as it is told.
 import asyncio
 import importlib
 import json
+import os
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -93,6 +95,16 @@ def test_last_number_reads() -> None:
 def test_unknown_verifiers(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_verifier(name)
+
+
+def test_a_verifier_that_was_edited_at_once_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its size and the second of its last change Python takes it for the old one."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "own.py"
+    for reward in (1.0, 0.5):
+        path.write_text(f"def score(problem, response):\n    return {reward}\n")
+        os.utime(path, (10**9, 10**9))
+        assert load_verifier(f"{path}:score")(_problem("3"), "3") == reward
 
 
 def test_worker_imports_nothing_heavy() -> None:
