@@ -250,8 +250,7 @@ def _trl(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> di
         made["objective.trust_region.tau_negative"] = read.get("sapo_temperature_neg")
     weighed = "objective.kl.coefficient" in result and result.get("objective.kl.weight") == "importance"
     if weighed and result.get("objective.ratio.kind") == "sequence":
-        each = "the KL is weighed by each token's ratio here, by the sequence's there"
-        left.append(f"use_bias_correction_kl = true: {each}")
+        left.append("use_bias_correction_kl = true: the KL is weighed by each token's ratio here, by the sequence's there")
     if read.get("vllm_importance_sampling_correction", True):
         level, _, kind = str(read.get("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
         cap, low = (read.get(f"vllm_importance_sampling_{name}") for name in ("cap", "clip_min"))  # cap: of older versions
