@@ -343,6 +343,10 @@ class RolloutConfig(Section):
     replay_weights: Literal["same", "any"] = "same"
     """``same``: the record's first weights must be this run's, by digest. ``any``: others are trained on, off-policy."""
 
+    @property
+    def responses_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
     def trains_on(self, finish_reason: str) -> bool:
         return self.truncated != "mask" or finish_reason != "length"
 

@@ -223,7 +223,7 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
     parallel, fp8, dtype = run.engine.parallel, run.engine.fp8, run.dtype()
     if run.engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
         yield "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is; leave one out"
-    sequences = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
+    sequences = run.rollout.responses_per_step
     if sequences < run.fewest_sequences:
         group = f", {parallel.pp} for each, as engine.parallel.vpp = {parallel.vpp} needs" if parallel.vpp > 1 else ""
         yield (

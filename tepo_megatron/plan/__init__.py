@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def _step_tokens(self) -> float:
-        return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt * self.lengths.mean
+        return self.config.rollout.responses_per_step * self.lengths.mean
 
     def _time(self, sync: SyncTraffic | None) -> StepTime:
         return StepTime.of(self.ranks, self.lengths, self.server, sync, self.hosts)
@@ -324,7 +324,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     yield f"micro-batches of {ranks.micro_batch_tokens(lengths.longest)} tokens per rank; {_USABLE:.0%} of a GPU is usable"
     top_k = config.rollout.sampling.top_k
     if config.rollout.sampling.truncates and top_k is not None:
-        tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.response
+        tokens = config.rollout.responses_per_step * lengths.response
         yield (
             f"sampling masks (rollout.sampling.top_k = {top_k}): at most {4 * top_k * tokens / GIB:,.2f} GiB more of each "
             "rank's host, far less where top_p or min_p leave few tokens; not in the sums"

@@ -152,14 +152,10 @@ class TrainingRanks:
         # A sequence longer than the bound is a micro-batch of its own. All ranks have equally many micro-batches, so that two
         # long sequences may share one if the ranks do not divide their number.
         config, several = self.config, self._parallel.dp * self._parallel.micro_batch_group > 1
-        any_number = config.rollout.truncated == "mask" or self._sequences % config.fewest_sequences > 0
+        any_number = config.rollout.truncated == "mask" or config.rollout.responses_per_step % config.fewest_sequences > 0
         tokens = max(config.engine.micro_batch_tokens, 2 * longest if several and any_number else longest)
         multiple = config.engine.token_multiple
         return -(-(-(-tokens // multiple) * multiple) // self._parallel.cp)
-
-    @property
-    def _sequences(self) -> int:
-        return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt
 
     def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
         spec, config, parallel, b = self.spec, self.config, self._parallel, self._element
@@ -167,7 +163,7 @@ class TrainingRanks:
         adapters = trained.total if config.model.lora is not None else 0
         tokens = self.micro_batch_tokens(longest)
         local_tokens = step_tokens / config.train.minibatches / parallel.dp
-        local_sequences = -(-self._sequences // (config.train.minibatches * parallel.dp))
+        local_sequences = -(-config.rollout.responses_per_step // (config.train.minibatches * parallel.dp))
         micro_batches = -(-local_sequences * longest // (tokens * parallel.cp))  # if all are the longest
         logits, transient = self._head_or_layer(stage, tokens)
         owned = self.owned_weights(stage)

@@ -61,7 +61,7 @@ class ServerMemory:
         else:
             workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
         capacity = max(0.0, kv_cache / per_token)
-        share = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / server.count
+        share = config.rollout.responses_per_step / server.count
         return cls(
             weights=weights,
             draft=draft,
@@ -302,7 +302,7 @@ class StepTime:
         """
         spec, config = ranks.spec, ranks.config
         cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
-        sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+        sequences = rollout.responses_per_step
         tokens, responses = sequences * lengths.mean, sequences * lengths.response
         trained = tokens * config.train.epochs_per_batch
         token = _forward_flops(spec, lengths.mean)
@@ -429,12 +429,12 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
         return float("inf")
     gpus = rollout.server.count * rollout.server.tp
     rate = gpus * _peak_flops(config, rollout.server.served_dtype(config.dtype())) * cluster.score_mfu
-    per_server = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.server.count
+    per_server = rollout.responses_per_step / rollout.server.count
     waves = per_server / server.concurrency_mean
     read = waves * lengths.longest_response * server.weights
     read += per_server * lengths.response * (lengths.prompt + lengths.response / 2) * server.kv_bytes_per_token
     bandwidth = cluster.gpu_memory_gb_per_s * 1e9 * cluster.decode_bandwidth
-    answers = rollout.prompts_per_step * rollout.samples_per_prompt * lengths.response * _DECODE_SECONDS_PER_TOKEN
+    answers = rollout.responses_per_step * lengths.response * _DECODE_SECONDS_PER_TOKEN
     return max(prefill / rate + max(read / bandwidth, decode / rate), answers)
 
 

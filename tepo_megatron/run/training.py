@@ -153,7 +153,7 @@ def phase_limits(config: RunConfig) -> dict[str, float]:
     """Seconds without progress that a phase's own time-outs allow. While servers sample, every token is progress."""
     server, reward = config.rollout.server, config.reward
     servers = server.longest_wait_s
-    responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    responses = config.rollout.responses_per_step
     verdicts = responses * reward.timeout_s / reward.workers
     silent = server.request_timeout_s + (0.0 if config.environment is None else config.environment.call_limit_s)
     served = [teacher.served.longest_wait_s for teacher in config.teachers.values() if teacher.place == "server"]
