@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 54_729,
-    "tests, lines": 48_898,
+    "package, lines": 54_728,
+    "tests, lines": 48_917,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 800,
     "modules": 273,
