@@ -42,21 +42,22 @@ _STOP_TIMEOUT_S = 60.0
 class _Registration(NamedTuple):
     url: str
     life: str
+    model: str = ""  # folder of the weights that it may have read; earlier versions wrote none
 
 
 class RegistryEntry:
     def __init__(self, folder: Path, index: int) -> None:
         self._path = folder / f"server-{index}"
 
-    def register(self, url: str, life: str) -> None:
-        write_atomically(self._path.with_suffix(".json"), json.dumps({"url": url, "life": life}))
+    def register(self, url: str, life: str, model: str = "") -> None:
+        write_atomically(self._path.with_suffix(".json"), json.dumps(_Registration(url, life, model)._asdict()))
 
     def registered(self) -> _Registration | None:
         """Raises RuntimeError for another file than ``tepo serve`` writes."""
         path = self._path.with_suffix(".json")
         try:
             values = parse_json(path.read_bytes(), path, dict)
-            registration = _Registration(str(values.get("url")), str(values.get("life")))
+            registration = _Registration(str(values.get("url")), str(values.get("life")), str(values.get("model", "")))
             if not re.fullmatch(r"http://[\w.:\[\]%-]+:\d+/?", registration.url, re.ASCII) or not registration.life.isalnum():
                 raise ValueError("it lacks a server's url and life")
             return registration
@@ -148,12 +149,18 @@ def with_local_address(config: ServerConfig) -> ServerConfig:
 
 
 class ExternalServer:
-    """``start`` and ``stop`` only decide whether to wait for a server; starting a failed one again retires it."""
+    """``start`` and ``stop`` only decide whether to wait for a server; starting a failed one again retires it.
+
+    ``model``: a server of another folder is refused, as its own weights are used.
+    """
 
     was_used = False  # by this job's ranks, before they were restarted
 
-    def __init__(self, config: ServerConfig, *, registry: Path, index: int, key: str, log: Path) -> None:
+    def __init__(
+        self, config: ServerConfig, *, registry: Path, index: int, key: str, log: Path, model: Path | None = None
+    ) -> None:
         self.config, self.log, self.port = config, log, 0
+        self._model = None if model is None else str(model.resolve())
         self._registry, self._index, self._key = registry, index, key
         self._entry = RegistryEntry(registry, index)
         self._current: _Registration | None = None
@@ -202,6 +209,12 @@ class ExternalServer:
         newest = self._entry.registered()
         is_new = newest is not None and newest.life != self._retired and not self._entry.is_retired(newest.life)
         if newest is not None and is_new and Server.is_healthy(newest.url):
+            if self._model not in (None, newest.model):
+                raise ValueError(
+                    f"external rollout server {self._index} of {self._registry} serves "
+                    f"{newest.model or 'an unknown model (its version names none)'}, not {self._model}; start its 'tepo serve' "
+                    f"again with model.path = {self._model} (the path must be the same on all machines)"
+                )
             is_free = self._entry.claim(newest.life)
             if is_free or (is_free is None and Server.is_usable(newest.url, self._key)):
                 self._current, self.was_used = newest, not is_free
@@ -299,7 +312,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
                     failure = f" The last failed start: {error}".partition("\n")[0]
                     continue  # the watch below finds it dead
                 lives[slot] = secrets.token_hex(8)
-                entries[slot].register(servers[slot].url, lives[slot])
+                entries[slot].register(servers[slot].url, lives[slot], str(model_dir.resolve()))
             time.sleep(_WATCH_INTERVAL_S)
             states = enumerate(zip(servers, entries, lives, strict=True))
             gone = [slot for slot, (one, entry, life) in states if not one.alive or _is_certain(entry.is_retired, life)]

@@ -39,8 +39,10 @@ class ServerPool:
         if registry is not None:
             self._key = shared_key(registry)
             logs = [options["log_dir"] / f"server-{index}.log" for index in range(config.count)]
+            model = None if options.get("trained") else model_dir
             self._servers = [
-                ExternalServer(config, registry=registry, index=index, key=self._key, log=log) for index, log in enumerate(logs)
+                ExternalServer(config, registry=registry, index=index, key=self._key, log=log, model=model)
+                for index, log in enumerate(logs)
             ]
         else:
             self._key = secrets.token_urlsafe(32)

@@ -53,14 +53,14 @@ def evaluate_model(
     servers' logs, and for each set, and ``data.heldout``, ``results/NAME.jsonl`` (responses) and ``.json`` (figures).
 
     Raises ValueError for nothing to evaluate, an unusable model, source or verifier, a ``rollout.server.tp`` that cannot split
-    the model, external servers that start without weights, or a folder in use; RuntimeError if a server does not start.
+    the model, external servers without weights or of another one, or a folder in use; RuntimeError if a server does not start.
     """
     config = config.model_copy(update={"engine": EngineConfig(platform="cpu" if config.engine.platform == "cpu" else "auto")})
     config = config.with_dtype(config.dtype(this_machine().gpus))  # of the servers: there is no trainer
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
     sampler_spec().check_model(config.rollout.server.model_copy(update={"transfer": "gather"}), spec)  # vLLM loads the weights
-    servers = _without_trainer(config.rollout.server)
+    servers = _without_trainer(config.rollout.server, folder)
     tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)
     tokenizer.check_model()
     limit = config.rollout.server.max_model_len or spec.max_positions
@@ -143,14 +143,14 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
     return [problem for source in sources for problem in source.used], sum(source.left_out.total() for source in sources)
 
 
-def _without_trainer(server: ServerConfig) -> ServerConfig:
+def _without_trainer(server: ServerConfig, model: Path) -> ServerConfig:
     """Colocated servers become local and read the model's weights. Raises ValueError for servers without weights."""
     if server.placement != "external":
         return server.model_copy(update={"placement": "local", "load_format": "auto"})
     if server.starts_with_dummies(trained=True):
         raise ValueError(
             "rollout.server.placement = external, but servers of 'tepo serve' start without weights and wait for a trainer's; "
-            "set rollout.server.load_format = model, there and here"
+            f"set rollout.server.load_format = model, there and here, and serve this model there (model.path = {model})"
         )
     return server
 

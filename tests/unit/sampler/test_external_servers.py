@@ -35,9 +35,9 @@ def stand_in(tmp_path: Path) -> external.ExternalServer:
     return external_server(tmp_path)
 
 
-def external_server(registry: Path) -> external.ExternalServer:
+def external_server(registry: Path, model: Path | None = None) -> external.ExternalServer:
     config = ServerConfig(placement="external", registry=registry)
-    return external.ExternalServer(config, registry=registry, index=0, key="key", log=registry / "server-0.log")
+    return external.ExternalServer(config, registry=registry, index=0, key="key", log=registry / "server-0.log", model=model)
 
 
 def wait(server: external.ExternalServer, timeout_s: float = TIMEOUT_S) -> None:
@@ -127,6 +127,25 @@ def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait
         later.stop()
         with pytest.raises(RuntimeError, match="was ended"):
             waiting.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("served", "shown"), [("/models/base", "/models/base"), ("", "an unknown model")])
+def test_a_server_of_another_model_is_refused_to_those_who_use_its_own_weights(
+    served: str,
+    shown: str,
+    stand_in: external.ExternalServer,
+    entry: external.RegistryEntry,
+    server: FaultyServer,
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine"
+    entry.register(server.url, "first", served)
+    with pytest.raises(ValueError, match=rf"serves {shown}.*, not {mine}; .* model.path = {mine} "):
+        wait(started(external_server(tmp_path, mine)))
+    wait(started(stand_in))  # a trainer sends its weights, and the other has not claimed the server
+    entry.register(server.url, "second", str(mine))
+    (tmp_path / "link").symlink_to(mine)
+    wait(started(external_server(tmp_path, tmp_path / "link")))
 
 
 @pytest.mark.parametrize("state", ['{"updating": false}', '{"updating": true}', "{}", "no JSON"])
@@ -313,6 +332,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
         external.serve_node(config, model_dir=Path("model"), node=1, nodes=2)
     assert first[:2] == [None, None]  # the other node's
+    assert first[2].model == str(Path.cwd() / "model")
     assert [each.gpus for each in made] == [(0, 1), (2, 3)]
     assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
     assert [each.starts for each in made] == [2, 2]

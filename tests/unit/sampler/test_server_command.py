@@ -21,6 +21,7 @@ from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.config.teachers import TeacherConfig
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.runtime.machine import read_cores
+from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.sampler.vllm import resources, wire
@@ -394,8 +395,26 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeyp
         with pytest.raises(RuntimeError, match="local, 2, False, float32"):
             evaluate_model(config, "builtin:tiny")
     config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": {"placement": "external", "registry": "/r"}}})
-    with pytest.raises(ValueError, match=r"servers of 'tepo serve' start without weights.*load_format = model"):
+    with pytest.raises(ValueError, match=r"'tepo serve' start without weights.*load_format = model.*serve this model there"):
         evaluate_model(config, "builtin:tiny")
+
+
+def test_external_servers_of_another_model_are_refused_except_to_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "is_healthy", lambda _: True)
+    (registry := tmp_path / "r").mkdir(0o700)
+    RegistryEntry(registry, 0).register("http://127.0.0.1:9", "life", "/models/base")
+    server = {"placement": "external", "registry": registry, "interface": "lo", "transfer": "gather"}
+    rollout = {"server": server, "sampling": {"max_new_tokens": 8}}
+    config = RunConfig.model_validate({"output": tmp_path, "rollout": rollout})
+    with pytest.raises(ValueError, match=r"serves /models/base, not /.*tiny"):
+        evaluate_model(config, "builtin:tiny")
+    options: Any = {"model_dir": tmp_path, "log_dir": tmp_path, "dtype": "float32", "stop_token_ids": [2]}
+    (stand_in,) = Fleet(config.rollout.server, trained=True, **options)._servers
+    stand_in.start()
+    stand_in.wait_ready()
+    assert stand_in.alive
 
 
 def test_nccl_of_the_trainer_takes_the_interface_that_the_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
