@@ -199,7 +199,9 @@ class Fleet(ServerPool, Sampler):
         with self._changing, self._announced(version):
             self._take_back()
             if self._sync is None:
-                self._sync = WeightSync(self._clients, self.config, keep_cache=self._keep_cache)
+                self._sync = WeightSync(self._clients, self.config)
+            # After a rollback the cache has keys and values of undone weights, and of these from before.
+            self._sync.keep_cache = self._keep_cache and version.step > self._versions[-2].step
             self._version = None
             try:
                 update(self._sync)

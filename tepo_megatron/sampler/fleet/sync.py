@@ -28,9 +28,11 @@ class WeightSync:
     """Raises only RuntimeErrors; ServerFaults if another try may succeed."""
 
     _group: GlooGroup | ShardSender | None = None
+    keep_cache = False
+    """In the next update."""
 
-    def __init__(self, clients: Sequence[Client], config: ServerConfig, *, keep_cache: bool = False) -> None:
-        self._clients, self._config, self._keep_cache = list(clients), config, keep_cache
+    def __init__(self, clients: Sequence[Client], config: ServerConfig) -> None:
+        self._clients, self._config = list(clients), config
         self._asleep = config.placement == "colocated"
         self._timeout_s = config.transfer_timeout_s
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
@@ -104,7 +106,7 @@ class WeightSync:
         if self._asleep:
             self._everywhere(lambda client: client.wake_up("weights"))
         else:
-            self._everywhere(lambda client: client.pause(keep_cache=self._keep_cache))
+            self._everywhere(lambda client: client.pause(keep_cache=self.keep_cache))
         self._everywhere(Client.start_weight_update)
 
     def _join_group(
@@ -156,7 +158,7 @@ class WeightSync:
 
     def _finish_update(self, version: WeightsVersion) -> None:
         self._everywhere(lambda client: client.finish_weight_update(version))
-        if not self._keep_cache:  # vLLM forgets nothing while a response holds a part of it
+        if not self.keep_cache:  # vLLM forgets nothing while a response holds a part of it
             self._everywhere(Client.reset_prefix_cache)
         if not self._asleep:
             self._everywhere(Client.resume)

@@ -269,6 +269,17 @@ def test_prompts_are_shared_by_one_version_and_during_an_update_by_none(server: 
         assert ask() == ["1:", "1:"]
 
 
+def test_the_cache_is_kept_with_newer_weights_only(server: FaultyServer, tmp_path: Path) -> None:
+    """A rollback publishes a version again, whose label is the salt of older prompts."""
+    with fleet_of([server], tmp_path) as (fleet, _):
+        fleet._keep_cache = True
+        for step, keeps in ((1, True), (2, True), (1, False), (2, True)):
+            server.calls.clear()
+            fleet.update_weights_from_shards(WeightsVersion(step), Sender(server.calls))  # type: ignore[arg-type]
+            assert ("/pause?mode=keep&clear_cache=false" in server.calls) == keeps
+            assert ("/pause?mode=keep" in server.calls) == ("/reset_prefix_cache" in server.calls) == (not keeps)
+
+
 def test_an_abort_gives_what_there_is(server: FaultyServer, tmp_path: Path) -> None:
     """Of one request a part, of another nothing, of a third the whole, and nothing of what was not asked for yet."""
     reasons = iter(["abort", "abort", "stop"])
