@@ -26,9 +26,10 @@ def doubles(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=None, labels=None):
+def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=None, teacher=None, labels=None):
     """A batch of these responses without prompts, and its scores, with entropies of 1."""
     changes = {"sampler_logprobs_T": sampler, "reference_logprobs_T": reference, "labels_T": labels}
+    changes["teacher_logprobs_T"] = teacher
     changes = {name: values for name, values in changes.items() if values is not None}
     return Step.plain(lengths, old, logprob, advantages_S=torch.as_tensor(advantages), **changes)
 
@@ -40,14 +41,14 @@ def outputs_of(config, batch, scores):
     return [Step(batch, scores).pick([sequence]).output(objective, context) for sequence in range(batch.num_sequences)]
 
 
-def surrogates(config, deltas, advantages, *, lengths=None, old=None, sampler=None):
+def surrogates(config, deltas, advantages, *, lengths=None, old=None, **models):
     """Returns the surrogate of each response, and by token its gradient, with counts of bounds per response, below and above.
 
     ``config`` is laid over r A, divided by the tokens.
     """
     old = torch.full((len(deltas),), -2.0, dtype=torch.float64) if old is None else old
     logprob = (old + doubles(*deltas)).requires_grad_()
-    batch, scores = plain_step(lengths or [1] * len(deltas), advantages, logprob, old, sampler=sampler)
+    batch, scores = plain_step(lengths or [1] * len(deltas), advantages, logprob, old, **models)
     outputs = outputs_of({"preset": "kl_cov", "kl_cov": None, **config}, batch, scores)
     gains = -torch.stack([output.numerator for output in outputs])
     bounds = ([int(output.metrics[f"clip/{side}"][0]) for output in outputs] for side in ("low", "high"))

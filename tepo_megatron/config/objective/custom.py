@@ -149,7 +149,7 @@ class OwnMismatch(CustomKind):
 
     @abstractmethod
     def importance_weights(self, values: Any) -> Any:
-        """Factor of the surrogate at every token of a micro-batch, [T]; its gradient is dropped.
+        """Factor of the surrogate and of importance-weighted KL terms, [T]; its gradient is dropped.
 
         ``values``: `TokenValues`; its ``mismatch_T`` is log π_old − log π_sampler, 0 outside the loss mask.
         """

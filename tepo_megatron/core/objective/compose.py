@@ -233,14 +233,11 @@ class Objective:
         choices, chosen_T, detached_T = context.mechanisms.choose(values)
         trained = values if detached_T is None else values.without_gradient(detached_T)
         held = bounded_ratio(self.config, trained, context.clip_range)
+        weight_T = None if self.config.mismatch is None else sampler_weights(self.config.mismatch, values)
         # after the ratio, since autograd adds gradients in the reverse order, and another order has other bits
-        penalty_T = context.mechanisms.penalty(values, choices)
+        penalty_T = context.mechanisms.penalty(values, choices, weight_T)
         gain = surrogate(self.config, held, trained)
-        weight_T = None
-        gain_T = gain.value_T
-        if self.config.mismatch is not None:
-            weight_T = sampler_weights(self.config.mismatch, values)
-            gain_T = weight_T * gain_T
+        gain_T = gain.value_T if weight_T is None else weight_T * gain.value_T
         objective_T = gain_T - penalty_T
         if "entropy_gradient" in self.config.needs:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T

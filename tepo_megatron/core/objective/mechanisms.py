@@ -25,6 +25,8 @@ class _Mechanism(NamedTuple):
     """Returns [T], differentiable, also finite at other tokens."""
     detaches: bool = False
     """Chosen tokens keep the surrogate's value, without its gradient."""
+    of_old: bool = False
+    """The penalty is an estimate under π_old, so that weights for another sampler apply."""
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
@@ -54,12 +56,12 @@ def _kl_penalty(term: KL | KLCov | KLMask, values: TokenValues) -> Tensor:
 
 
 def _kl(term: KL, _: StepValues) -> _Mechanism:
-    return _Mechanism(lambda values: None, partial(_kl_penalty, term))
+    return _Mechanism(lambda values: None, partial(_kl_penalty, term), of_old=term.weight == "importance")
 
 
-def _distill(term: Distill, _: StepValues) -> _Mechanism:
+def _distill(term: Distill, step: StepValues) -> _Mechanism:
     if term.of == "sampled":
-        return _Mechanism(lambda values: None, partial(_kl_penalty, KL(coefficient=term.coefficient, **_SAMPLED)))
+        return _kl(KL(coefficient=term.coefficient, **_SAMPLED), step)
 
     def penalty(values: TokenValues) -> Tensor:
         if values.divergence_T is None:
@@ -226,10 +228,13 @@ class Mechanisms(tuple[_Mechanism, ...]):
                 detached_T = where_T if detached_T is None else detached_T | where_T
         return choices, chosen_T, detached_T
 
-    def penalty(self, values: TokenValues, choices: list[Tensor]) -> Tensor:
-        """Returns the sum of all penalties."""
+    def penalty(self, values: TokenValues, choices: list[Tensor], weight_T: Tensor | None) -> Tensor:
+        """Returns the sum of all penalties. ``weight_T``: of ``objective.mismatch``."""
         penalty_T = torch.zeros_like(values.delta_T)
         for mechanism, where_T in zip(self, choices, strict=True):
             if mechanism.penalty is not None:
-                penalty_T = penalty_T + torch.where(where_T, mechanism.penalty(values), 0.0)
+                value_T = mechanism.penalty(values)
+                if mechanism.of_old and weight_T is not None:
+                    value_T = weight_T * value_T
+                penalty_T = penalty_T + torch.where(where_T, value_T, 0.0)
         return penalty_T

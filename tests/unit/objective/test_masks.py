@@ -143,19 +143,21 @@ ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.0])
 def _gradients(config, behaviour, proximal, current):
     """The gradient of the surrogate at one token for each of four actions, by log π of that action; log-probs [4]."""
     delta = (current - proximal).tolist()
-    return doubles(*surrogates({"preset": "decoupled_ppo", **config}, delta, ADVANTAGES, old=proximal, sampler=behaviour)[1])
+    models = {"old": proximal, "sampler": behaviour, "teacher": _policy([0.3, -0.2, 0.1, 0.0])}
+    return doubles(*surrogates({"preset": "decoupled_ppo", **config}, delta, ADVANTAGES, **models)[1])
 
 
 def _policy(logits):
     return torch.log_softmax(torch.tensor(logits, dtype=torch.float64), 0)
 
 
-@given(LOGITS, LOGITS, LOGITS)
-def test_stale_samples_give_what_fresh_ones_would(behaviour, proximal, current):
+@pytest.mark.parametrize("terms", [{}, {"distill": {"of": "sampled"}}, {"kl": {"against": "teacher", "weight": "importance"}}])
+@given(behaviour=LOGITS, proximal=LOGITS, current=LOGITS)
+def test_stale_samples_give_what_fresh_ones_would(terms, behaviour, proximal, current):
     """The mean over actions of the behaviour policy is that of PPO over actions of the proximal policy, clip and all."""
     behaviour, proximal, current = (_policy(logits) for logits in (behaviour, proximal, current))
-    decoupled = _gradients({"mismatch": {"high": 20.0}}, behaviour, proximal, current)
-    fresh = _gradients({"mismatch": None}, proximal, proximal, current)
+    decoupled = _gradients({"mismatch": {"low": 0.0, "high": 20.0}, **terms}, behaviour, proximal, current)
+    fresh = _gradients({"mismatch": None, **terms}, proximal, proximal, current)
     torch.testing.assert_close(behaviour.exp() * decoupled, proximal.exp() * fresh)
 
 
