@@ -33,6 +33,7 @@ from tepo_megatron.tasks.evaluate.estimators import Interval
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, SetResult, evaluate_all, verifier_pools
 from tepo_megatron.tasks.evaluate.results import NUMERICS, RESULTS, model_state, write_results
 from tepo_megatron.tasks.protocol import Generate
+from tepo_megatron.tasks.reward.verifiers import GIVEN
 from tepo_megatron.weights.architecture import read_model_spec
 
 
@@ -57,6 +58,7 @@ def evaluate_model(
     """
     config = config.model_copy(update={"engine": EngineConfig(platform="cpu" if config.engine.platform == "cpu" else "auto")})
     config = config.with_dtype(config.dtype(this_machine().gpus))  # of the servers: there is no trainer
+    config = config if reward is None else _with_given(config, reward)
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
     sampler_spec().check_model(config.rollout.server.model_copy(update={"transfer": "gather"}), spec)  # vLLM loads the weights
@@ -114,6 +116,13 @@ def evaluate_model(
         if chosen:
             console.print(_sets_table(model, result.sets, written[: len(result.sets)]))
     return result
+
+
+def _with_given(config: RunConfig, reward: Any) -> RunConfig:
+    if config.reward.verifier.startswith(GIVEN):
+        return config
+    name = getattr(reward, "__name__", type(reward).__name__).strip("<>")
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"verifier": f"{GIVEN}{name}"})})
 
 
 _PROGRESS_S = 10.0

@@ -247,13 +247,21 @@ def config_of_eval(make_config: Callable[..., RunConfig], tmp_path: Path, monkey
 
 
 def test_a_model_is_evaluated_with_the_function_that_its_run_was_given(config_of_eval: RunConfig) -> None:
-    config = config_of_eval
+    changes = {"reward": {"verifier": "exact"}, "rollout": {"sampling": {"max_new_tokens": 8}}}
+    config = RunConfig.model_validate({**config_of_eval.model_dump(exclude_unset=True), **changes})
+
+    def score(problem: Problem, answer: str) -> float:
+        return 1.0
+
+    for reward, greedy in ((score, 1.0), (lambda problem, answer: 1.0 * (answer == problem.answer), 0.0)):
+        result = evaluate_model(config, "builtin:tiny", table=False, reward=reward)
+        assert result.metrics["eval/sums/greedy"] == greedy
+        assert result.metrics["eval/words/avg@1"] == 0.0, "by its own verifier, exact"
+        assert [(of.of.verifier, of.of.notion) for of in result.sets] == [
+            (f"(python):{'score' if greedy else 'lambda'}", "text"),
+            ("exact", "verifier"),
+        ]
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"verifier": "(python):score"})})
-    figures = [
-        evaluate_model(config, "builtin:tiny", sets=["sums"], table=False, reward=reward).metrics["eval/sums/greedy"]
-        for reward in (lambda problem, answer: 1.0, lambda problem, answer: 1.0 * (answer == problem.answer))
-    ]
-    assert figures == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"give it again, .* or evaluate_model\(…, reward=score\)"):
         evaluate_model(config, "builtin:tiny", sets=["sums"], table=False)
 
