@@ -442,6 +442,9 @@ def _nemo(read: Mapping[str, Any], result: dict[str, Any], left: list[str]) -> d
         left += [] if length in (None, ours) else [differs]
     if read.get("grpo.async_grpo.enabled"):
         made["train.max_staleness"] = read.get("grpo.async_grpo.max_trajectory_age_steps", 1)
+        updates_in_flight = read.get("grpo.async_grpo.in_flight_weight_updates")
+        if updates_in_flight and not read.get("grpo.async_grpo.recompute_kv_cache_after_weight_updates"):
+            made["train.kv_cache"] = "keep"
     if read.get("logger.wandb_enabled"):
         project, run = read.get("logger.wandb.project", "nemo-rl"), read.get("logger.wandb.name")
         made |= {"log.wandb.project": project, "log.wandb.name": run}

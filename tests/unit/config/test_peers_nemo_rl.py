@@ -1,5 +1,6 @@
 """Settings that only NeMo-RL has."""
 
+import json
 import re
 from typing import Any
 
@@ -82,3 +83,16 @@ def test_a_penalty_of_nemo_rl_ends_at_the_length_that_remains_beside_the_prompt(
     )
     assert made["rollout.sampling.max_new_tokens"] == 512
     assert any("max_response_length = 1024: here the penalty ends" in sentence for sentence in left)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "in_flight", "recomputes", "kept"),
+    [(True, True, False, True), (True, True, True, False), (True, False, False, False), (False, True, False, False)],
+)
+def test_keys_and_values_of_nemo_rl_are_kept_in_updates_in_flight(
+    enabled: bool, in_flight: bool, recomputes: bool, kept: bool
+) -> None:
+    keys = {"in_flight_weight_updates": in_flight, "recompute_kv_cache_after_weight_updates": recomputes}
+    made, left = convert("nemo-rl", json.dumps({"grpo": {"async_grpo": {"enabled": enabled, **keys}}}))
+    assert made.get("train.kv_cache") == ("keep" if kept else None)
+    assert not any("weight_updates" in sentence for sentence in left)
