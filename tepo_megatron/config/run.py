@@ -171,7 +171,7 @@ class RunConfig(Section):
             known = {name for name in known if OF_UPDATES.fullmatch(name)}
         elif any_name and re.fullmatch(r"reward/\w+", metric):
             return
-        for pattern, reason in _never_written(self):
+        for pattern, reason in self.train.never_written(self.objective, self.rollout, teaches=bool(self.teachers)):
             if re.match(pattern, metric):
                 yield f"{field} = {metric} is in no row, since {reason}; name another metric"
         if NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):
@@ -346,26 +346,6 @@ def _evaluated(run: RunConfig) -> set[str]:
         figures |= {"reward_sampled"} if n else set()
         names |= {f"eval/{name}/{figure}" for figure in figures | ({"greedy", "reward_greedy"} if item.greedy else set())}
     return names
-
-
-def _never_written(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields patterns of metrics, and why the run has none."""
-    objective = run.objective
-    if not objective.needs_reference:
-        yield "kl/reference", "the objective has no reference model"
-    if not run.teachers:
-        yield "distill/|source/.+/divergence", "teachers names none"
-    if objective.mismatch is None:
-        yield "mismatch/(weight|dropped)", "objective.mismatch is null"
-    if not (isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto):
-        yield "clip/(bound|slope|length)", "objective.trust_region has no auto bound"
-    if objective.trust_region.kind == "none":
-        yield "clip/(low|high|share)", "objective.trust_region.kind = none"
-    if run.rollout.replay is not None:
-        drawn = "groups/(carried|drawn|filtered|kept)|staleness/dropped"
-        yield f"accuracy/|canary/|eval/|heldout/|idle/|{drawn}", "rollout.replay starts no server"
-    if not run.rollout.canary.every:
-        yield "canary/", "rollout.canary.every = 0"
 
 
 _READS_NO_PENALTY = {

@@ -7,6 +7,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Seconds, Section
+from tepo_megatron.config.objective.choices import Clip
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.rollout import RolloutConfig
 
 
 class _RollbackConfig(Section):
@@ -133,6 +136,24 @@ class TrainConfig(Section):
     @property
     def updates_per_step(self) -> int:
         return self.minibatches * self.epochs_per_batch
+
+    def never_written(self, objective: ObjectiveConfig, rollout: RolloutConfig, *, teaches: bool) -> Iterator[tuple[str, str]]:
+        """Yields patterns of metrics, and why the run has none."""
+        if not objective.needs_reference:
+            yield "kl/reference", "the objective has no reference model"
+        if not teaches:
+            yield "distill/|source/.+/divergence", "teachers names none"
+        if objective.mismatch is None:
+            yield "mismatch/(weight|dropped)", "objective.mismatch is null"
+        if not (isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto):
+            yield "clip/(bound|slope|length)", "objective.trust_region has no auto bound"
+        if objective.trust_region.kind == "none":
+            yield "clip/(low|high|share)", "objective.trust_region.kind = none"
+        if rollout.replay is not None:
+            drawn = "groups/(carried|drawn|filtered|kept)|staleness/dropped"
+            yield f"accuracy/|canary/|eval/|heldout/|idle/|{drawn}", "rollout.replay starts no server"
+        if not rollout.canary.every:
+            yield "canary/", "rollout.canary.every = 0"
 
     def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:
