@@ -171,7 +171,10 @@ class RunConfig(Section):
             known = {name for name in known if OF_UPDATES.fullmatch(name)}
         elif any_name and re.fullmatch(r"reward/\w+", metric):
             return
-        for pattern, reason in self.train.never_written(self.objective, self.rollout, teaches=bool(self.teachers)):
+        is_later = of_updates and metric in TRAINING - known  # of a row, but not looked at by a rollback
+        has = {"teaches": bool(self.teachers), "plays": self.environment is not None}
+        never = () if is_later else self.train.never_written(self.objective, self.rollout, self.engine, **has)
+        for pattern, reason in never:
             if re.match(pattern, metric):
                 yield f"{field} = {metric} is in no row, since {reason}; name another metric"
         if NUMBERED.fullmatch(metric) and (not of_updates or metric.startswith("clip/")):

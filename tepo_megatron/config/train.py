@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Seconds, Section
+from tepo_megatron.config.engine import EngineConfig
 from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.rollout import RolloutConfig
@@ -137,7 +138,9 @@ class TrainConfig(Section):
     def updates_per_step(self) -> int:
         return self.minibatches * self.epochs_per_batch
 
-    def never_written(self, objective: ObjectiveConfig, rollout: RolloutConfig, *, teaches: bool) -> Iterator[tuple[str, str]]:
+    def never_written(
+        self, objective: ObjectiveConfig, rollout: RolloutConfig, engine: EngineConfig, *, teaches: bool, plays: bool
+    ) -> Iterator[tuple[str, str]]:
         """Yields patterns of metrics, and why the run has none."""
         if not objective.needs_reference:
             yield "kl/reference", "the objective has no reference model"
@@ -154,6 +157,31 @@ class TrainConfig(Section):
             yield f"accuracy/|canary/|eval/|heldout/|idle/|{drawn}", "rollout.replay starts no server"
         if not rollout.canary.every:
             yield "canary/", "rollout.canary.every = 0"
+        of = None if objective.distill is None else objective.distill.of
+        if of not in ("all", "top_k"):
+            yield "distill/agreement", "objective.distill.of is neither all nor top_k"
+        if of != "top_k":
+            yield "distill/mass", "objective.distill.of is not top_k"
+        numbers = "|".join(map(str, range(1, self.updates_per_step + 1)))
+        yield rf"clip/share_u(?!({numbers})$)", f"a step has {self.updates_per_step} updates"
+        if not objective.selects_tokens:
+            yield "mask/fraction|kl/masked|entropy/delta_(un)?masked", "the objective selects no tokens"
+        if not rollout.sampling.truncates:
+            yield "sampling/", "rollout.sampling leaves every token possible"
+        if not engine.noise_every:
+            yield "(entropy|ratio|sequence_ratio)/noise/", "engine.noise_every = 0"
+        if engine.moe_balance.kind != "aux_loss":
+            yield "moe/aux_loss", f"engine.moe_balance.kind = {engine.moe_balance.kind}"
+        if not rollout.server.routing_replay:
+            yield r"moe/(layer_\d+/)?replay_differs", "rollout.server.routing_replay = false"
+        if not plays and rollout.collect is None and rollout.replay is None:
+            yield "environment/", "the run has no environment"
+        if self.schedule == "sync":
+            yield "staleness/dropped", "train.schedule = sync"
+        else:
+            yield r"groups/(carried|carried_in|drawn|kept|filtered/.+)$", "train.schedule = overlap"
+        if rollout.filter_groups is None and (self.schedule == "overlap" or not rollout.partial):
+            yield r"groups/(carried|carried_in|drawn|filtered|kept)(/|$)", "rollout.filter_groups is null"
 
     def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:

@@ -29,6 +29,7 @@ AFTER_UPDATES = (
     *("canary/drift", "staleness/mean", "reward/failed", "response_len/truncated", "groups/drawn", "moe/aux_loss"),
     *("entropy/noise/p50", "source/a/reward", "staleness/kl_1"),
 )
+NO_NOISE = ["engine.noise_every=0", "objective.preset=grpo"]
 ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
 BF16, FP32 = "model.dtype=bfloat16 ", "model.dtype=float32 "
 SPREAD = BF16 + "optimizer.distributed=true "
@@ -231,6 +232,36 @@ A, B, TAUGHT = "teachers.a.path=x", "teachers.b.path=y", "teachers.a={path: x, p
                 "source/a/divergence": "teachers names none",
                 "mismatch/weight": "objective.mismatch is null",
                 "clip/bound_low": "objective.trust_region has no auto bound",
+                "clip/share_u9": "a step has 4 updates",
+                "sampling/kept_mean": "rollout.sampling leaves every token possible",
+            }.items()
+        ),
+        *(
+            (
+                [*ROLLBACK[1:], "train.save_every=1", A, given, f"train.rollback.metric=distill/{name}"],
+                f"distill.of is {reason}",
+            )
+            for given, name, reason in (
+                (TEPO, "agreement", "neither all nor top_k"),
+                (TEPO, "mass", "not top_k"),
+                ("objective.distill={coefficient: 1, of: all}", "mass", "not top_k"),
+            )
+        ),
+        *(
+            ([*NO_NOISE, "train.save_every=1", f"train.keep_best.metric={metric}"], f"is in no row, since {reason}")
+            for metric, reason in {
+                "environment/turns": "the run has no environment",
+                "staleness/dropped": "train.schedule = sync",
+                "groups/kept": "rollout.filter_groups is null",
+                "groups/drawn": "rollout.filter_groups is null",
+                "groups/carried": "rollout.filter_groups is null",
+                "sampling/kept_max": "rollout.sampling leaves every token possible",
+                "entropy/noise/p50": "engine.noise_every = 0",
+                "moe/aux_loss": "engine.moe_balance.kind = none",
+                "mask/fraction": "the objective selects no tokens",
+                "kl/masked": "the objective selects no tokens",
+                "entropy/delta_unmasked": "the objective selects no tokens",
+                "moe/layer_01/replay_differs": "rollout.server.routing_replay = false",
             }.items()
         ),
         (
@@ -370,6 +401,20 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(overrides: str | lis
         [OVERLAP, FREE, OUTSIDE, "evaluate.every=0"],
         [OVERLAP, FREE, OUTSIDE, "environment.servers=[http://a:1]", "environment.key_file=/k"],
         [OUTSIDE],
+        *(
+            ["train.save_every=1", f"train.keep_best.metric={metric}", *given]
+            for metric, *given in (
+                ("clip/share_u4",),
+                ("sampling/kept_mean", "rollout.sampling.top_k=8"),
+                ("groups/kept", "rollout={partial: true, oversample: 1.5, uncorrected: true}"),
+                ("groups/filtered/zero_variance", "rollout.filter_groups={}"),
+                ("staleness/dropped", OVERLAP, FREE),
+                ("entropy/noise/p50",),
+                ("moe/aux_loss", AUX),
+                ("environment/turns", "environment.name=calculator"),
+                ("mask/fraction", "objective.preset=clip_cov"),
+            )
+        ),
         ["log.token_samples=2", "train.steps=10"],
         [GDPO, "reward.weights={a: 1, b: 1}"],
         [GDPO, "reward.weights={a: 1, b: 2}", "objective.advantage.weights=[3,1]"],
