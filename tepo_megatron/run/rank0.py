@@ -246,7 +246,8 @@ class Rank0:
         self._row, self._evaluation = {}, {}
         self.lost["lost/skipped"] += split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.updates_per_step
         sampler = self.servers.sampler
-        figures |= NO_SERVERS if sampler is None else sampler.figures()
+        counted = [item.figures() for item in (sampler, *self.teachers.samplers.values()) if item is not None]
+        figures |= {name: sum(counts[name] for counts in counted) + 0.0 for name in NO_SERVERS}
         times = split if sampler is None else split | self.collector.idle_shares(split)
         if step and not self._has_collected:  # an earlier process did the step: the times are those of this one's start
             times = {}

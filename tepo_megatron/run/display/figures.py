@@ -165,7 +165,7 @@ PHASE_COLOURS = dict(zip((*PHASES, "other"), _COLOURS, strict=True))
 
 COUNTED = {
     "update/skipped": "optimizer steps skipped",
-    "servers/restarts": "rollout servers started again",
+    "servers/restarts": "servers started again",
     "servers/timeouts": "rollout servers given up that hung",
     "requests/retried": "requests asked again",
     "reward/failed": "rewards failed",

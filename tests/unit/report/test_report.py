@@ -94,8 +94,8 @@ def test_faults_hangs_and_what_a_resumption_changed_are_told(tmp_path: Path) -> 
     (folder / "logs").mkdir()
     (folder / "logs" / "hang-20260101.txt").write_text("rank 3 waits for rank 0\n")
     run = Run.read("run", folder)
-    assert run.events == [(65, "rollout servers started again", 1.0), (65, "until a server was there again", 9.5)]
-    assert run.faults == ["1 rollout servers started again", "9.5 s lost until a server was there again"]
+    assert run.events == [(65, "servers started again", 1.0), (65, "until a server was there again", 9.5)]
+    assert run.faults == ["1 servers started again", "9.5 s lost until a server was there again"]
     assert run.hangs == [("hang-20260101.txt", "rank 3 waits for rank 0\n")]
     assert [changes(before, run.settings) for before in run.earlier] == [[("optimizer.lr", "1e-06", "5e-05")]]
 

@@ -228,7 +228,7 @@ def test_a_running_one(output: Path) -> None:
         "  step 2   reward 0.625  20.0 s",
         "  step 0   held out: greedy 0.250",
         "  fault    2 optimizer steps skipped",
-        "  fault    1 rollout servers started again",
+        "  fault    1 servers started again",
         "  fault    5.0 s lost in steps that were skipped",
         "  fault    1:10 lost until a server was there again",
     ]

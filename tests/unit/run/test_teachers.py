@@ -28,7 +28,7 @@ from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.served_teachers import ServedTeachers
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
-from tepo_megatron.sampler.protocol import Scores, ServerDied
+from tepo_megatron.sampler.protocol import NO_SERVERS, Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.sampler.vllm.resources import worker_cores
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -286,8 +286,10 @@ def test_a_served_teacher_that_dies_is_started_again(
         return revive(sampler)
 
     monkeypatch.setattr(ReferenceSampler, "revive", note)
+    restarts = lambda sampler: {**NO_SERVERS, "servers/restarts": float(revived.count(sampler))}  # noqa: E731
+    monkeypatch.setattr(ReferenceSampler, "figures", restarts)
     again = run("again", "server", *TEPO, *options)
-    assert len(revived) == 1
+    assert len(revived) == again[-1]["servers/restarts"] == 1
     judged = [
         rollout.teacher_logprobs for step in (0, 1) for rollout in Record.read(tmp_path / "again" / "rollouts", step).rollouts
     ]
