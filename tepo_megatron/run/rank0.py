@@ -154,10 +154,16 @@ class Rank0:
             self.output.message(text)
         self.collector.go_back()
         self.checks.take_figures()  # of the undone step
-        self.lost["lost/rollback"] += self.output.resume_from(checkpoint.step) + self.watch.split()["time/step"]
+        self.lost["lost/rollback"] += self.resume_from(checkpoint.step) + self.watch.split()["time/step"]
         self.lost.pop("lost/server", None)  # of the undone step, whose seconds are in lost/rollback
         self.collector.clock.take()
         self._returns += 1
+
+    def resume_from(self, step: int) -> float:
+        """Returns the seconds of the dropped steps, whose returns the next row counts."""
+        seconds, returns = self.output.resume_from(step)
+        self._returns += returns
+        return seconds
 
     # -- servers ---------------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ def _resume(loop: Loop, model_dir: Path) -> None:
     loop.rollback.restore(checkpoint.state.get("rollback", {}))
     rank0 = loop.rank0
     if rank0 is not None:
-        rank0.lost["lost/resume"] += rank0.output.resume_from(loop.step)
+        rank0.lost["lost/resume"] += rank0.resume_from(loop.step)
         restarted = rank0.restore(checkpoint.state)
         for sentence in [*checkpoint.messages(loop.config, restarted), *checkpoint.accept(loop.config)]:
             rank0.output.message(sentence)

@@ -84,12 +84,13 @@ class Output:
     def last_step(self) -> int | None:
         return self._metrics.last_step
 
-    def resume_from(self, step: int) -> float:
-        """Returns the seconds of the dropped steps."""
+    def resume_from(self, step: int) -> tuple[float, int]:
+        """Returns the seconds of the dropped steps, and their returns to a checkpoint."""
         with unwritable_is_a_sentence(self.folder):
-            rows = read_metrics(self._metrics.path)
+            rows = [row for row in read_metrics(self._metrics.path) if row["step"] > step]
             names = ("time/step", "lost/resume", "lost/rollback")
-            forgotten = sum(row.get(name) or 0.0 for row in rows if row["step"] > step for name in names)
+            forgotten = sum(row.get(name) or 0.0 for row in rows for name in names)
+            returns = sum(int(row.get("rollback/count") or 0) for row in rows)
             if lacking := self._metrics.truncate_after(step):
                 steps = ", ".join(map(str, lacking[:5])) + " …" * (len(lacking) > 5)
                 self.message(f"{self._metrics.path} lacks the rows of {len(lacking)} earlier steps: {steps}")
@@ -100,7 +101,7 @@ class Output:
                 if file.path.exists():
                     file.cut_after(last, "sample")
             self.tokens.forget_after(step)
-        return forgotten
+        return forgotten, returns
 
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
         """Raises RuntimeError if another run has taken the folder."""

@@ -65,7 +65,7 @@ def test_the_seconds_of_dropped_steps_have_those_that_were_lost_before(tmp_path:
     lost = [{}, {"lost/resume": 3.0}, {"lost/rollback": 5.0}]
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "time/step": 1.0, **row} for step, row in enumerate(lost)])
     output, _ = open_output(tmp_path, train=RESUMED)
-    assert output.resume_from(0) == 10.0
+    assert output.resume_from(0) == (10.0, 0)
     output.close()
 
 

@@ -220,6 +220,13 @@ def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(placement: dict
     assert any("above train.rollback.above = 20; back to" in text for text in run.said)
 
 
+def test_a_return_to_a_checkpoint_is_counted_though_a_later_one_drops_its_row(reference_run: Any) -> None:
+    run = reference_run(
+        rollback(steps=4, save_every=2, rollback={"metric": "loss", "above": 20, "max_times": 2}), spikes=[6, 10]
+    )
+    assert sum(row.get("rollback/count", 0) for row in run.run().rows) == 2
+
+
 def test_a_spike_before_the_first_checkpoint_is_reported_and_too_many_end_the_run(reference_run: Any) -> None:
     run = reference_run(rollback(save_every=1), spikes=[1, 4, 6])
     with pytest.raises(RuntimeError, match=r"above .*, after 1 returns to a checkpoint \(train.rollback.max_times"):
