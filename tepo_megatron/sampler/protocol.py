@@ -259,7 +259,7 @@ class ReadBack(NamedTuple):
 class SamplerOptions(TypedDict):
     """``report`` gets a sentence per repaired fault. ``keep_cache``: responses keep keys and values in an update. ``trained``:
     a weight update precedes the first sample. ``tokenizer``: load it, for stop strings and bad words. ``with_ranks``: it ends
-    with this process, also if ``outlive_ranks`` has servers for the policy.
+    with this process, also if ``outlive_ranks`` has servers for the policy; its weights never change.
     """
 
     model_dir: Path

@@ -66,17 +66,20 @@ class RegistryEntry:
         except ValueError as error:
             raise RuntimeError(f"{path} is damaged ({error}); remove it, and start 'tepo serve' on its node again") from error
 
-    def claim(self, life: str) -> bool | None:
+    def claim(self, life: str, *, frozen: bool = False) -> bool | None:
         """Returns False if another trainer has this life: the server may hold its weights; None if it is this job's, from
-        before its ranks were restarted.
+        before its ranks were restarted. Several may read a ``frozen`` life, which no trainer then has.
         """
-        path = self._path.with_suffix(f".{life}.claimed")
+        path, shared = self._path.with_suffix(f".{life}.claimed"), self._path.with_suffix(f".{life}.shared")
+        if frozen:
+            shared.touch()
+            return not path.exists()
         try:
             with path.open("x", encoding="ascii") as file:
                 file.write(job_name())
         except FileExistsError:
             return None if job_name() and path.read_text("ascii", "replace") == job_name() else False
-        return True
+        return not shared.exists()
 
     def retire(self, life: str) -> None:
         """The server's node then starts another life."""
@@ -157,9 +160,17 @@ class ExternalServer:
     was_used = False  # by this job's ranks, before they were restarted
 
     def __init__(
-        self, config: ServerConfig, *, registry: Path, index: int, key: str, log: Path, model: Path | None = None
+        self,
+        config: ServerConfig,
+        *,
+        registry: Path,
+        index: int,
+        key: str,
+        log: Path,
+        model: Path | None = None,
+        frozen: bool = False,
     ) -> None:
-        self.config, self.log, self.port = config, log, 0
+        self.config, self.log, self.port, self._frozen = config, log, 0, frozen
         self._model = None if model is None else str(model.resolve())
         self._registry, self._index, self._key = registry, index, key
         self._entry = RegistryEntry(registry, index)
@@ -215,7 +226,7 @@ class ExternalServer:
                     f"{newest.model or 'an unknown model (its version names none)'}, not {self._model}; start its 'tepo serve' "
                     f"again with model.path = {self._model} (the path must be the same on all machines)"
                 )
-            is_free = self._entry.claim(newest.life)
+            is_free = self._entry.claim(newest.life, frozen=self._frozen)
             if is_free or (is_free is None and Server.is_usable(newest.url, self._key)):
                 self._current, self.was_used = newest, not is_free
                 return True

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
@@ -39,11 +39,9 @@ class ServerPool:
         if registry is not None:
             self._key = shared_key(registry)
             logs = [options["log_dir"] / f"server-{index}.log" for index in range(config.count)]
-            model = None if options.get("trained") else model_dir
-            self._servers = [
-                ExternalServer(config, registry=registry, index=index, key=self._key, log=log, model=model)
-                for index, log in enumerate(logs)
-            ]
+            place: dict[str, Any] = {"registry": registry, "key": self._key, "frozen": options.get("with_ranks", False)}
+            place["model"] = None if options.get("trained") else model_dir
+            self._servers = [ExternalServer(config, index=index, log=log, **place) for index, log in enumerate(logs)]
         else:
             self._key = secrets.token_urlsafe(32)
             self._servers = Server.make_all(config, range(config.count), key=self._key, **options)

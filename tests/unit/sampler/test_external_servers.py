@@ -18,7 +18,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.restarts import named_job
 from tepo_megatron.sampler.fleet import external
+from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.vllm.server import Server
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
@@ -38,6 +40,12 @@ def stand_in(tmp_path: Path) -> external.ExternalServer:
 def external_server(registry: Path, model: Path | None = None) -> external.ExternalServer:
     config = ServerConfig(placement="external", registry=registry)
     return external.ExternalServer(config, registry=registry, index=0, key="key", log=registry / "server-0.log", model=model)
+
+
+def pool(registry: Path, **options: Any) -> Any:
+    config = ServerConfig(placement="external", registry=registry, interface="lo", start_timeout_s=TIMEOUT_S)
+    where: dict[str, Any] = {"model_dir": resolve_model_path("builtin:tiny"), "log_dir": registry}
+    return ServerPool(config, dtype="float32", stop_token_ids=(), **where, **options)
 
 
 def wait(server: external.ExternalServer, timeout_s: float = TIMEOUT_S) -> None:
@@ -146,6 +154,27 @@ def test_a_server_of_another_model_is_refused_to_those_who_use_its_own_weights(
     entry.register(server.url, "second", str(mine))
     (tmp_path / "link").symlink_to(mine)
     wait(started(external_server(tmp_path, tmp_path / "link")))
+
+
+def test_frozen_servers_belong_to_several_runs_and_then_to_no_trainer(server: FaultyServer, tmp_path: Path) -> None:
+    registry = tmp_path / "registry"
+    external.shared_key(registry)
+    entry = external.RegistryEntry(registry, 0)
+    model = str(resolve_model_path("builtin:tiny").resolve())
+    entry.register(server.url, "frozen", model)
+    for _ in range(2):  # teachers of two runs, or evaluations
+        teacher = pool(registry, with_ranks=True)
+        teacher._launch(teacher._servers)
+        assert [(one.url, one.was_used) for one in teacher._servers] == [(server.url, False)]
+    assert not entry.is_retired("frozen")
+    with pytest.raises(RuntimeError, match="was not there"):
+        wait(started(external_server(registry)), 0.2)
+    assert entry.is_retired("frozen")
+    entry.register(server.url, "trained", model)
+    wait(started(external_server(registry)))
+    with pytest.raises(RuntimeError, match="was not there"):
+        wait(started(pool(registry, with_ranks=True)._servers[0]), 0.2)
+    assert entry.is_retired("trained")
 
 
 @pytest.mark.parametrize("state", ['{"updating": false}', '{"updating": true}', "{}", "no JSON"])
