@@ -143,14 +143,15 @@ def _check_replay(config: RunConfig, folder: Path, spec: ModelSpec) -> None:
 
 
 def _check_teachers(config: RunConfig, limit: int, longest: int) -> None:
-    # a server scores a response only if its model could write one more token
     most = longest + config.rollout.sampling.max_new_tokens if config.environment is None else limit
     for name, teacher in config.teachers.items():
-        if teacher.place == "server":
-            room = teacher.served.max_model_len or read_model_spec(resolve_model_path(teacher.path)).max_positions
-            if most >= room:
-                raise ValueError(
-                    f"teachers.{name} takes {room} tokens, and scores responses of fewer, prompts included; here they may have "
-                    f"{most}: lower rollout.sampling.max_new_tokens, or rollout.server.max_model_len to {room - 1} with an "
-                    "environment"
-                )
+        served = teacher.served.max_model_len if teacher.place == "server" else None
+        room = served or read_model_spec(resolve_model_path(teacher.path)).max_positions
+        # a server scores a response only if its model could write one more token
+        allowed = room - 1 if teacher.place == "server" else room
+        if most > allowed:
+            raise ValueError(
+                f"teachers.{name} takes {room} tokens, and scores responses of at most {allowed}, prompts included; here they "
+                f"may have {most}: lower rollout.sampling.max_new_tokens, or rollout.server.max_model_len to {allowed} with an "
+                "environment"
+            )

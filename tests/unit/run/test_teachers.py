@@ -1,5 +1,6 @@
 """Teachers on ranks and served ones in whole runs, on the reference trainer and sampler; and what is refused."""
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -331,11 +332,20 @@ def test_a_generation_step_of_ones_own_may_reward_what_a_teacher_judges(run: Run
     assert all(rollout.teacher_logprobs is not None for rollout in Record.read(tmp_path / "own" / "rollouts", 0).rollouts)
 
 
-def test_a_teacher_that_is_too_short_is_refused(run: Run) -> None:
-    with pytest.raises(
-        ValueError, match=r"teachers\.big takes 11 tokens, and scores responses of fewer, .* may have 14: lower"
-    ):
-        run("short", "server", *TEPO, "teachers.big.server={max_model_len: 11}")
+@pytest.mark.parametrize(("place", "room", "allowed"), [("server", 14, 13), ("ranks", 13, 13)])
+def test_a_teacher_that_is_too_short_is_refused(
+    run: Run, teacher: Path, tmp_path: Path, place: str, room: int, allowed: int
+) -> None:
+    """By the positions of its own model, or by those that its server is given."""
+    short = tmp_path / "model"
+    shutil.copytree(teacher, short)
+    settings = json.loads((short / "config.json").read_text())
+    if place == "ranks":
+        (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": room}))
+    server = (f"teachers.big.server={{max_model_len: {room}}}",) if place == "server" else ()
+    message = rf"teachers\.big takes {room} tokens, and scores responses of at most {allowed}, .* may have 14: lower"
+    with pytest.raises(ValueError, match=message):
+        run("short", place, *TEPO, f"teachers.big.path={short}", *server)
 
 
 def test_a_replay_of_other_problems_with_several_teachers_is_a_sentence(whole: Whole, teacher: Path, tmp_path: Path) -> None:
