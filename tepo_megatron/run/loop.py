@@ -74,7 +74,7 @@ class Loop:
     def run_steps(self) -> None:
         self.engine.offload()
         self.heartbeat.phase("servers")
-        self.from_root(lambda rank0: rank0.servers.wait_until_ready())
+        self.from_root(lambda rank0: rank0.wait_until_ready())
         self.update_weights()
         # The first row is missing at a new start, or if the run ended between a checkpoint and its row.
         if not self.from_root(lambda rank0: rank0.output.last_step == self.step):

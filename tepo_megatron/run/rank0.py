@@ -167,6 +167,10 @@ class Rank0:
 
     # -- servers ---------------------------------------------------------------------------------------------------------
 
+    def wait_until_ready(self) -> None:
+        self.servers.wait_until_ready()
+        self.teachers.check_started()  # before an evaluation that may take long
+
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
         """Returns whether a server died; it stays dead until ``servers.revive_or_wake``, since the trainer may use its GPU."""
         start = time.monotonic()

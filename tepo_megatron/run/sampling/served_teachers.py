@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Logprobs, Rollout, TopTokens
+from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import available_cores, this_machine
@@ -71,18 +73,19 @@ class ServedTeachers:
         return self._threads[name].submit(self._score, name, prompt, ids)
 
     def _score(self, name: str, prompt: list[int], response: list[int]) -> _Judged:
-        self._starting[name].result()
         sampler, first = self.samplers[name], len(prompt) - 1
-        while True:
-            try:
-                scores = sampler.score([*prompt, *response], self._config.objective.teacher_top_k)
-                break
-            except ServerDied as error:
-                if self._closed:
-                    raise
-                with self._reviving:
-                    self._report(name, f"{error}; starting it again")
-                    sampler.revive()  # raises RuntimeError after too many restarts
+        with self._named(name):
+            self._starting[name].result()
+            while True:
+                try:
+                    scores = sampler.score([*prompt, *response], self._config.objective.teacher_top_k)
+                    break
+                except ServerDied as error:
+                    if self._closed:
+                        raise
+                    with self._reviving:
+                        self._report(name, f"{error}; starting it again")
+                        sampler.revive()  # raises RuntimeError after too many restarts
         logprobs = np.asarray(scores.logprobs[first:], dtype=np.float32)
         top = None if scores.top is None else scores.top[first:].copy()
         finite = np.isfinite(logprobs) if top is None else np.isfinite(logprobs) & np.isfinite(top["logprob"]).all(1)
@@ -93,6 +96,23 @@ class ServedTeachers:
                 f"teachers.{name}.path, in a dtype that it can be served in?"
             )
         return logprobs, top
+
+    def check_started(self) -> None:
+        """Does not wait. Raises RuntimeError for a teacher whose start has failed."""
+        for name, started in self._starting.items():
+            if started.done():
+                with self._named(name):
+                    started.result()
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ServerDied) or not is_ours(error):
+                raise
+            sentence = str(error).replace("rollout.server.", f"teachers.{name}.server.")
+            raise RuntimeError(f"teacher {name}: {sentence}") from error
 
     def close(self) -> None:
         self._closed = True

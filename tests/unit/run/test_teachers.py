@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -22,6 +23,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import TOP_TOKEN, Rollout, WeightsVersion
 from tepo_megatron.run import checks
+from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling import served_teachers as served_teachers_module
 from tepo_megatron.run.sampling.group_worker import BusyClock, GroupWorker
 from tepo_megatron.run.sampling.groups import Group
@@ -29,6 +31,7 @@ from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.served_teachers import ServedTeachers
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
+from tepo_megatron.sampler.fleet.external import shared_key
 from tepo_megatron.sampler.protocol import NO_SERVERS, Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.sampler.vllm.resources import worker_cores
@@ -183,6 +186,28 @@ def test_scores_that_wait_end_with_the_run_and_with_a_reset(teacher: Path, monke
     teachers.close()
     assert [waiting[0].exception(TIMEOUT_S).__class__, said, sampler.scored] == [ServerDied, [], 3]
     assert all(future.cancelled() for future in waiting[1:])
+
+
+@pytest.mark.parametrize("fails", ["start", "score"])
+def test_what_a_teachers_servers_raise_names_the_teacher_and_its_settings(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """One that does not start also ends the start of the run."""
+    (tmp_path / "file").touch()
+    sampler, inputs = Mock(), Mock(tokenizer=SimpleNamespace(eos_ids=(1,)))
+    getattr(sampler, fails).side_effect = lambda *_: shared_key(tmp_path / "file" / "registry")
+    monkeypatch.setattr(served_teachers_module, "make_sampler", lambda *_, **__: sampler)
+    settings = [f"teachers.big={{path: {teacher}, place: server}}", "objective.distill.of=sampled"]
+    teachers = ServedTeachers(load_run(TINY, settings), inputs, print)
+    response = ResponseText("2", (3, 4))
+    response.prompt_ids = (1, 2)
+    message = r"teacher big: .*; set teachers\.big\.server\.registry to a folder"
+    with pytest.raises(RuntimeError, match=message):
+        teachers.score("big", response).result(TIMEOUT_S)
+    rank0: Any = SimpleNamespace(servers=Mock(), teachers=teachers)
+    with pytest.raises(RuntimeError, match=message) if fails == "start" else nullcontext():
+        Rank0.wait_until_ready(rank0)
+    teachers.close()
 
 
 @pytest.mark.parametrize(
