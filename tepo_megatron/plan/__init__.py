@@ -179,7 +179,8 @@ class Plan:
                 if problem := self._update_problem:
                     yield problem
             for field, served, spec in _served_teachers(config):
-                worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served)
+                path = config.teachers[field.split(".")[1]].path
+                worker = ServerMemory.of(spec, config, longest=longest, mean=self.lengths.mean, server=served, path=path)
                 # it scores a response only if its model could write one more token
                 yield from self._server_problems(field, served, spec, worker, longest + 1)
 

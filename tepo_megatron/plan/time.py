@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from tepo_megatron.config import ClusterConfig, RunConfig
@@ -15,7 +16,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, HostMemory, TrainingRanks
 from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec
 from tepo_megatron.weights.adapters import adapted_tensors
-from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.architecture import ModelSpec, read_object
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import VllmParallel, check_trainer_split
 from tepo_megatron.weights.reshard import reshard_traffic
@@ -42,13 +43,24 @@ class ServerMemory:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, config: RunConfig, *, longest: int, mean: float, server: ServerConfig | None = None
+        cls,
+        spec: ModelSpec,
+        config: RunConfig,
+        *,
+        longest: int,
+        mean: float,
+        server: ServerConfig | None = None,
+        path: str = "",
     ) -> ServerMemory:
-        """Of ``rollout.server``, or of another one's."""
+        """Of ``rollout.server``, or of another one's, which serves ``path``."""
         server = server or config.rollout.server
         b = ELEMENT_BYTES[server.served_dtype(config.dtype())]
         quantised = _linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
         weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
+        config_file = Path(path).expanduser() / "config.json"
+        if path and config_file.is_file() and "quantization_config" in read_object(config_file):
+            stored = sum(file.stat().st_size for file in config_file.parent.glob("*.safetensors"))
+            weights = stored / server.tp if stored else weights  # as vLLM holds them
         per_token = _kv_bytes_per_token(spec, server.tp, b)
         guesser, _ = cls.draft_spec(server)
         draft = 0.0

@@ -144,6 +144,17 @@ def test_a_served_teacher_must_fit_its_gpus() -> None:
         plan(QWEN, *served, *small)
 
 
+def test_a_quantised_teacher_takes_what_its_folder_holds(tmp_path: Path) -> None:
+    settings = KNOWN_MODELS["Llama-3.3-70B-Instruct"] | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    served = f"teachers.a={{path: {tmp_path}, place: server, server: {{tp: 2, max_model_len: 4097}}}}"
+    run = load_run(Path(QWEN), ["objective.preset=on_policy_distill", "rollout.server.count=2", served])
+    for size, problems in ((0, 1), (70 * 2**30, 0), (150 * 2**30, 1)):
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        assert len(Plan.of(run, plan(QWEN).spec).problems) == problems
+
+
 EPISODES = ["environment.name=guess_number", "reward.verifier=last_word", "rollout.server.max_model_len=33792"]
 
 
