@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -14,6 +14,9 @@ from tepo_megatron.runtime.preemption import INTERRUPTED, StopRequested, StopSig
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.text import echo, outlive_readers
+
+if TYPE_CHECKING:
+    from tepo_megatron.config import RunConfig
 
 app = typer.Typer()
 
@@ -66,6 +69,7 @@ def _serve(
     overrides: Overrides = None,
     node: Annotated[int, Option(metavar="I", help="This node's number among the nodes for rollouts.")] = 0,
     nodes: Annotated[int, Option(metavar="N", help="How many nodes serve.")] = 1,
+    teacher: Annotated[str | None, Option(metavar="NAME", help="Serve this teacher with its own server settings.")] = None,
     registry: Annotated[Path | None, Option("--for-ranks", hidden=True)] = None,  # the launcher's (sampler/fleet/external.py)
 ) -> None:
     """Serve vLLM on this node for a trainer on another, until interrupted; they meet in rollout.server.registry.
@@ -85,6 +89,7 @@ def _serve(
         from tepo_megatron.weights.architecture import read_model_spec
 
         config = resolve_dtype(config, this_machine().gpus)
+        config = config if teacher is None else _of_teacher(config, teacher)
         model_dir = resolve_model_path(config.model.path)
         sampler_spec().check_model(config.rollout.server, read_model_spec(model_dir))
         if registry is None:
@@ -93,6 +98,15 @@ def _serve(
         end_with_starter()
         server, first_gpu = config.rollout.server, Placement(config, this_machine()).first_server_gpu
         serve(server, config, registry, range(server.count), model_dir=model_dir, name="0", first_gpu=first_gpu)
+
+
+def _of_teacher(config: RunConfig, name: str) -> RunConfig:
+    if name not in config.teachers:
+        raise ValueError(f"--teacher {name} is not one of this run's teachers: {', '.join(config.teachers) or 'it has none'}")
+    teacher = config.teachers[name]
+    server = teacher.served.model_copy(update={"load_format": "model"})  # no trainer sends it weights
+    model = config.model.model_copy(update={"path": teacher.path, "lora": None})
+    return config.model_copy(update={"model": model, "rollout": config.rollout.model_copy(update={"server": server})})
 
 
 @app.command("eval")

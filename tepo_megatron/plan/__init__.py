@@ -431,8 +431,8 @@ def _check_servers(config: RunConfig) -> None:
     if config.teacher_workers > left:
         raise ValueError(
             f"served teachers take {config.teacher_workers} GPUs of the first training node, and {left} are left there; serve "
-            "them elsewhere (teachers.NAME.server.placement = external, and tepo serve with rollout.server.load_format = "
-            "model), or set teachers.NAME.place = ranks"
+            "them elsewhere (teachers.NAME.server.placement = external, and tepo serve RUN --teacher NAME), or set "
+            "teachers.NAME.place = ranks"
         )
 
 

@@ -119,8 +119,8 @@ class Placement:
             if self.on_gpus and workers and last > machine.gpus:
                 raise ValueError(
                     f"teachers.{name} is served on GPUs {first} to {last - 1}, and this machine has {machine.gpus}; serve it "
-                    f"elsewhere (teachers.{name}.server.placement = external, and tepo serve with rollout.server.load_format = "
-                    "model), or set place = ranks"
+                    f"elsewhere (teachers.{name}.server.placement = external, and tepo serve RUN --teacher {name}), or set "
+                    "place = ranks"
                 )
         if server.placement == "local":
             self._check_local()

@@ -129,7 +129,8 @@ def test_served_teachers_take_the_gpus_after_all_others() -> None:
     assert placed().teacher_gpus == {"far": 5, "a": 5, "b": 7}
     assert placed(placement="colocated").teacher_gpus == {"far": 4, "a": 4, "b": 6}
     assert replace(placed(), machine=LAPTOP).teacher_gpus == {"far": 0, "a": 0, "b": 0}
-    with pytest.raises(ValueError, match=r"teachers\.b is served on GPUs 8 to 8, and this machine has 8.*load_format = model"):
+    sentence = r"teachers\.b is served on GPUs 8 to 8, and this machine has 8.*tepo serve RUN --teacher b\)"
+    with pytest.raises(ValueError, match=sentence):
         placed(count=2).check()
 
 
