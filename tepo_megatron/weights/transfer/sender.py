@@ -163,13 +163,14 @@ class ShardSender:
 
     def close(self) -> None:
         """Other ranks' pending messages and joins fail."""
-        if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
-            report = self._store.get(_FAILED).decode()  # before the store closes
+        store = self._store
+        if self._rank == 0 and store is not None and not Rendezvous.lacks_its_file(store) and store.check([_FAILED]):
+            report = store.get(_FAILED).decode()  # before the store closes
             self.own_fault, self.failed = report[0] == "1", report[1:]
         if self._group is not None:
             self._group.close()
-        elif self._store is not None:
-            Rendezvous.announce_departure(self._store)
+        elif store is not None:
+            Rendezvous.announce_departure(store)
         self._group = self._rendezvous = self._store = None
 
 

@@ -154,9 +154,14 @@ class Rendezvous:
         self._world_size, self._timeout_s, self._stage, self._parts = world_size, timeout_s, stage, parts
 
     @staticmethod
+    def lacks_its_file(store: Store) -> bool:
+        """Rank 0 is gone, and its folder with it: the store would wait for the file."""
+        return isinstance(store, FileStore) and not Path(store.path).exists()  # type: ignore[attr-defined]
+
+    @staticmethod
     def announce_departure(store: Store) -> None:
-        if isinstance(store, FileStore) and not Path(store.path).exists():  # type: ignore[attr-defined]
-            return  # rank 0 is gone, and its folder with it: the store would wait for the file
+        if Rendezvous.lacks_its_file(store):
+            return
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
             store.set(_LEFT, "1")
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import Mock
@@ -166,6 +167,14 @@ def test_a_member_leaves_at_once_though_rank_0_is_gone_with_the_folder_of_the_re
     Path(place).unlink()
     Rendezvous.announce_departure(member)
     assert not Path(place).exists()
+
+
+def test_rank_0_closes_at_once_though_the_file_of_the_rendezvous_was_removed() -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S, "broadcast_from_root": lambda _: None}
+    root = ShardSender(ReshardPlan((), 2, 2), {"p": torch.zeros(2, 2)}, rank=0, **options)
+    Path(root.open_rendezvous(HOST)).unlink()
+    root._store.set_timeout(timedelta(seconds=1))  # in place of torch's five minutes, after which it raises
+    root.close()
 
 
 WORLD = 3
