@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +27,7 @@ from tepo_megatron.runtime.hub import HUB, hub_folder
 from tepo_megatron.runtime.machine import changed_environment, this_machine
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.restarts import attempt, job_name
-from tepo_megatron.runtime.supervise import folder_name
+from tepo_megatron.runtime.supervise import locked_folder
 from tepo_megatron.runtime.text import echo
 from tepo_megatron.runtime.torchrun import run_ranks
 from tepo_megatron.tasks.reward.verifiers import GIVEN
@@ -321,8 +320,8 @@ def start_ranks(config: RunConfig, stops: list[int] | None = None) -> tuple[int,
     world_size, restarts, rollout = config.engine.parallel.world_size, config.train.max_restarts, config.rollout
     outlive = restarts and rollout.replay is None and rollout.server.placement == "local"  # rank 0's would end with it
     servers = sampler_spec().outlive_ranks(config) if outlive else nullcontext()
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, servers:
-        file = Path(folder) / "run.yaml"
+    with locked_folder() as folder, servers:
+        file = folder / "run.yaml"
         file.write_text(dump_resolved(config), encoding="utf-8")
         status = config.output / "status"
         return run_ranks(["train", str(file)], world_size, status=status, max_restarts=restarts, stops=stops)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tepo_megatron.runtime.restarts import attempt
-from tepo_megatron.runtime.supervise import folder_name
+from tepo_megatron.runtime.supervise import folder_name, locked_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -72,9 +72,7 @@ def private_folder() -> Path:
     parent, name = (ranks, "tepo-") if ranks else (tempfile.gettempdir(), f"{folder_name()}-")
     if len(os.fsencode(f"{parent}/{name}12345678")) > _LONGEST_FOLDER:
         parent, name = "/tmp", f"{folder_name()}-"  # noqa: S108
-    folder = tempfile.mkdtemp(prefix=name, dir=parent)  # mode 0700
-    removals.callback(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    return removals.enter_context(locked_folder(parent, name))
 
 
 def refuse_pickles() -> None:

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from tepo_megatron.runtime.supervise import folder_name, remove_tree, temporary_folder
+from tepo_megatron.runtime.supervise import locked_folder, temporary_folder
 from tepo_megatron.runtime.worker_child import time_limit
 
 _MOST_PRINTED = 4 * 2**20
@@ -271,10 +271,8 @@ def _confined(scripts: Sequence[str], identity: tuple[bool, int] | None = None) 
     The folder has the caller's name, so that ``sweep`` removes it if the caller is killed.
     """
     other_user, capabilities = identity or _identity()
-    base = temporary_folder()
     with ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=base)
-        stack.callback(remove_tree, folder)
+        folder = str(stack.enter_context(locked_folder(temporary_folder())))
         if other_user:  # its owner stays, who sweeps
             os.chown(folder, -1, _NOBODY)
             os.chmod(folder, 0o770)  # noqa: S103

@@ -6,6 +6,7 @@ then its temporary folder and shared memory are removed. The supervisor must lea
 It records names in /dev/shm that its group has mapped; if it is killed too, ``sweep`` removes them.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +26,7 @@ from uuid import uuid4
 
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import PROC, Process, boot_id
+from tepo_megatron.runtime.run_lock import flock
 from tepo_megatron.runtime.text import echo
 
 _GRACE_S = 2.0  # between SIGTERM to the command and to its group
@@ -102,6 +104,7 @@ class _Scratch:
             self.folder.mkdir(mode=0o700)
         except FileExistsError:  # another user has guessed it, and no server would start
             self.folder = Path(tempfile.mkdtemp(prefix=f"{folder_name()}-{_SUPERVISORS}-", dir=base))
+        self._lock = _lock(self.folder)
         self._looks = dict.fromkeys(_names(), _LOOKS)
         self._recorded: dict[str, int] = {}
         self._written = 0
@@ -134,7 +137,23 @@ def folder_name() -> str:
     return f"{_PREFIX}-{_place()}-{pid}-{Process.start_time(pid)}"
 
 
-def remove_tree(folder: str | Path) -> None:
+@contextmanager
+def locked_folder(base: str | Path | None = None, prefix: str | None = None) -> Iterator[Path]:
+    """Cleaners of old temporary files leave the new folder (0700) alone (tmpfiles.d(5))."""
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix=prefix or f"{folder_name()}-", dir=base))
+        stack.callback(_remove_tree, folder)
+        stack.callback(os.close, _lock(folder))
+        yield folder
+
+
+def _lock(folder: Path) -> int:
+    handle = os.open(folder, os.O_RDONLY)
+    flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def _remove_tree(folder: Path) -> None:
     """A model's program may make thousands of folders in one another."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -191,7 +210,7 @@ def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
         if recorded[name] not in still_used:
             with suppress(FileNotFoundError):
                 (SHM / name).unlink()
-    remove_tree(folder)  # the next sweep removes the rest
+    _remove_tree(folder)  # the next sweep removes the rest
 
 
 def _read_record(path: Path) -> dict[str, int]:

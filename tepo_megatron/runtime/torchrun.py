@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDE
 from tepo_megatron.runtime.rank import FAILURE_FILE, HAS_PARENT, STARTER, FailureReport, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.restarts import NodeMeeting, NodesApartError, RanksEnd, attempt, job_name, run_attempts
-from tepo_megatron.runtime.supervise import folder_name
+from tepo_megatron.runtime.supervise import locked_folder
 from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
 
 if TYPE_CHECKING:
@@ -72,16 +71,16 @@ def _saved(status: Path | None) -> list[str]:
 def _run_attempt(command: Sequence[str], world_size: int, status: Path | None, received: list[int]) -> RanksEnd:
     hangs: list[str] = []
     was_asked = False
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
-        failure = Path(folder) / "failure.json"
+    with locked_folder() as folder:
+        failure = folder / "failure.json"
         try:
             with (
                 _environment(failure),
                 watching(status, hangs.append),
                 stopped_together(_show_cursor),
-                _forwarded_signals(Path(folder), world_size, received) as asked,
+                _forwarded_signals(folder, world_size, received) as asked,
             ):
-                end = _run_ranks(command, world_size, Path(folder), asked)
+                end = _run_ranks(command, world_size, folder, asked)
                 was_asked = asked() is not None
         except StopRequested as stop:
             end = RanksEnd(stop.exit_code)
@@ -188,17 +187,14 @@ def _run_node_attempt(
         hangs.append(sentence)
         print_error(sentence if job_name() else f"{sentence}{_ENDED}")
 
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, note_hang), stopped_together():
-        failure = Path(folder) / "failure.json"
+    with locked_folder() as folder, watching(status, note_hang), stopped_together():
+        failure = folder / "failure.json"
         try:
-            with (
-                changed_environment(**{FAILURE_FILE: str(failure)}),
-                _forwarded_signals(Path(folder), ranks, received) as asked,
-            ):
+            with changed_environment(**{FAILURE_FILE: str(failure)}), _forwarded_signals(folder, ranks, received) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
-                    _run_agent(arguments, Path(folder), place)
+                    _run_agent(arguments, folder, place)
                 except ChildFailedError as error:
                     failures.append(error)
                     code = _stop_code(error, asked())

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.errors import describe
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.restarts import job_name
-from tepo_megatron.runtime.supervise import folder_name
+from tepo_megatron.runtime.supervise import locked_folder
 from tepo_megatron.runtime.text import is_key, parse_json
 from tepo_megatron.sampler.vllm.server import Server
 
@@ -351,8 +350,8 @@ def registry_for_ranks() -> Path | None:
 @contextmanager
 def servers_for_ranks(config: RunConfig) -> Iterator[None]:
     """The servers outlive ranks, but not this process. Ranks that start in the context use them."""
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
-        registry, run, stopped = Path(folder) / "servers", Path(folder) / "run.yaml", threading.Event()
+    with locked_folder() as folder:
+        registry, run, stopped = folder / "servers", folder / "run.yaml", threading.Event()
         registry.mkdir(mode=0o700)
         run.write_text(dump_resolved(config), encoding="utf-8")
         command = [*_COMMAND, str(run), "--for-ranks", str(registry)]

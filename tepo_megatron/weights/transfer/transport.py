@@ -155,7 +155,7 @@ class Rendezvous:
 
     @staticmethod
     def lacks_its_file(store: Store) -> bool:
-        """Rank 0 is gone, and its folder with it: the store would wait for the file."""
+        # Rank 0 is gone, and its folder with it: the store would wait for the file.
         return isinstance(store, FileStore) and not Path(store.path).exists()  # type: ignore[attr-defined]
 
     @staticmethod

@@ -1,5 +1,6 @@
 """Ranks on this machine: real processes, started by torchrun's agent, whose work is a few lines."""
 
+import fcntl
 import os
 import re
 import shlex
@@ -14,7 +15,9 @@ import pytest
 
 from tepo_megatron import errors
 from tepo_megatron.config.load import load_run
+from tepo_megatron.runtime.preemption import RANKS_FOLDER
 from tepo_megatron.runtime.proc import STOPPED, Process
+from tepo_megatron.runtime.run_lock import flock
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tools.faults.processes import CTRL_Z, Terminal, wait_gone, wait_until
 from tepo_megatron.versions import in_range
@@ -402,15 +405,22 @@ def test_ranks_that_die_of_a_stop_request_do_not_start_again(start, tmp_path: Pa
 def test_a_signal_ends_every_rank_after_it_cleaned_up(
     start, tmp_path: Path, number: signal.Signals, code: int, program: str, nohup: bool
 ) -> None:
-    """On a machine alone, and on a node of a cluster. With ``nohup`` SIGHUP before it ends neither the parent nor a rank."""
+    """On a machine alone, and on a node of a cluster. With ``nohup`` SIGHUP before it ends neither the parent nor a rank.
+
+    A host's cleaner of old temporary files leaves the ranks' own files alone, since their folder is locked.
+    """
     options = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)} if nohup else {}
     parent = start("wait", parent=program, **options)
     for pid in (parent.pid, *started_ranks(tmp_path)) if nohup else ():
         os.kill(pid, signal.SIGHUP)
-    started_ranks(tmp_path)
+    folder = Process.environment(started_ranks(tmp_path)[0])[RANKS_FOLDER]
+    handle = os.open(folder, os.O_RDONLY)
+    assert flock(handle, fcntl.LOCK_SH) is False
+    os.close(handle)
     parent.send_signal(number)
     out, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out, err) == (code, "", "")
+    assert not os.path.exists(folder)
     assert_cleaned_up(tmp_path)
 
 
