@@ -140,6 +140,11 @@ class Rank0:
         try:
             path = write_rollouts(folder, step, drawn).with_suffix(".json")
             path.write_text(json.dumps({"step": step, "skipped": causes}, indent=2) + "\n", encoding="utf-8")
+            # Not by number: a run that went back writes lower ones again.
+            records = sorted(folder.glob("step_*.jsonl"), key=lambda record: (record.stat().st_mtime_ns, record.name))
+            for record in records[: -self.config.train.max_skipped - 1]:  # what stopped a run stays whole
+                record.unlink()
+                record.with_suffix(".json").unlink(missing_ok=True)
         except OSError as error:  # a file that is kept for study does not end a run
             self.output.message(f"the skipped batch could not be kept: {error}")
         self.output.message(

@@ -149,13 +149,15 @@ def test_the_overlapped_schedule_trains_on_every_group_once_and_on_none_too_old(
 
 
 def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Any) -> None:
-    run = reference_run({"train": {"steps": 3, "max_skipped": 2}}, skips=[2, 3]).run()
-    assert [row["update/skipped"] for row in run.rows[1:]] == [1, 1, 0]
-    folder = run.config.output / "skipped"
-    for step in (0, 1):
+    run = reference_run({"train": {"steps": 5, "max_skipped": 2}}, skips=[2, 3, 6, 8]).run()
+    assert [row["update/skipped"] for row in run.rows[1:]] == [1, 1, 1, 1, 0]
+    folder, minibatches = run.config.output / "skipped", {1: 0, 2: 1, 3: 1}
+    names = {f"step_{step:07d}{suffix}" for step in minibatches for suffix in (".json", ".jsonl")}
+    assert {path.name for path in folder.iterdir()} == names  # the oldest went: a series that ends a run has room
+    for step, minibatch in minibatches.items():
         assert Record.read(folder, step).rollouts == run.rollouts[step + 1]
         (entry,) = json.loads((folder / f"step_{step:07d}.json").read_text())["skipped"]
-        assert (entry["minibatch"], entry["cause"]) == (1 - step, "planted")
+        assert (entry["minibatch"], entry["cause"]) == (minibatch, "planted")
     assert run.rows[1]["lost/skipped"] > 0
     assert "step 1: 1 of 2 optimizer steps skipped, a number was not finite: planted" in run.said[0]
 
