@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+import math
 import pydoc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
@@ -211,14 +212,12 @@ def _samples(
     """
     path = _find_samples(output, train=train)
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        rows = list(parse_samples(path, (line for line in file if line.endswith("\n"))))  # a cut-off last line is skipped
-    for key, value in (("set", of_set), ("step", step), ("problem", problem)):
-        rows = rows if value is None else _that_have(rows, path, key, value)
+        matching = parse_samples(path, (line for line in file if line.endswith("\n")))  # a cut-off last line is skipped
+        for key, value in (("set", of_set), ("step", step), ("problem", problem)):
+            matching = matching if value is None else _that_have(matching, path, key, value)
+        rows = _of_newest_step(matching) if problem is None else list(matching)
     if not rows:
         raise ValueError(f"{path} has no sample yet")
-    if problem is None:
-        newest = max(row.get("step", 0) for row in rows)
-        rows = [row for row in rows if row.get("step", 0) == newest]
     rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))][:limit]
     if as_json:
         print_json(rows)
@@ -239,13 +238,28 @@ def _find_samples(output: Path, *, train: bool) -> Path:
     raise ValueError(f"{output} has no {name}; {hint}")
 
 
-def _that_have(rows: list[dict[str, Any]], path: Path, key: str, value: object) -> list[dict[str, Any]]:
-    usual = {"step": 0}
-    result = [row for row in rows if row.get(key, usual.get(key)) == value]
-    if not result:
-        known = dict.fromkeys(str(row.get(key, usual.get(key, ""))) for row in rows)
-        raise ValueError(f"{path} has no {key} {value!r}; it has {', '.join(list(known)[:8]).strip(', ') or 'none'}")
+def _of_newest_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    newest, result = -math.inf, list[dict[str, Any]]()  # memory may have no room for all of a long run's rows
+    for row in rows:
+        step = row.get("step", 0)
+        if step > newest:
+            newest, result = step, []
+        if step == newest:
+            result.append(row)
     return result
+
+
+def _that_have(rows: Iterable[dict[str, Any]], path: Path, key: str, value: object) -> Iterator[dict[str, Any]]:
+    """Raises ValueError at the end if there is none."""
+    usual, has_any, known = {"step": 0}, False, dict[str, None]()
+    for row in rows:
+        if row.get(key, usual.get(key)) == value:
+            has_any = True
+            yield row
+        elif len(known) < 8:
+            known[str(row.get(key, usual.get(key, "")))] = None
+    if not has_any:
+        raise ValueError(f"{path} has no {key} {value!r}; it has {', '.join(known).strip(', ') or 'none'}")
 
 
 def _responses(row: _Row) -> list[tuple[str, _Row]]:

@@ -9,6 +9,8 @@ import shutil
 import sys
 import threading
 import tomllib
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,17 +18,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
 import yaml
 
+from tepo_megatron.cli import after_run
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.token_samples import train_samples
-from tepo_megatron.runtime.files import read_lines
+from tepo_megatron.runtime.files import parse_samples, read_lines
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.environments.service import EnvironmentService
 from tests.support.chat_tokenizer import write_chat_tokenizer
@@ -432,6 +436,22 @@ def test_rows_are_chosen_by_step_problem_and_verdict(tmp_path: Path) -> None:
     assert problems("--problem", "a") == [(0, "a"), (10, "a")]
     assert as_json("samples", path) == ROWS[1:]
     assert as_json("samples", path, "--limit", "1") == ROWS[1:2]
+
+
+def test_no_more_rows_than_those_of_a_step_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(step, problem, response("3", 0.0)) for step in range(20) for problem in "abc"]
+    held, counts = WeakValueDictionary[int, Any](), []
+
+    def watched(*args: Any) -> Iterator[dict[str, Any]]:
+        for index, item in enumerate(parse_samples(*args)):
+            held[index] = result = OrderedDict(item)  # a plain dict takes no weak reference
+            counts.append(len(held))
+            yield result
+
+    monkeypatch.setattr(after_run, "parse_samples", watched)
+    write_jsonl(tmp_path / "samples.jsonl", rows)
+    assert as_json("samples", tmp_path) == rows[-3:]
+    assert max(counts) <= 3 + 2  # those before and after it are in hand
 
 
 def test_a_training_response_says_its_source_and_who_wrote_what(tmp_path: Path) -> None:
