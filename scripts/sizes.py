@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 54_728,
-    "tests, lines": 48_917,
+    "package, lines": 54_914,
+    "tests, lines": 49_192,
     "docs and docstrings, words": 110_000,
     "public classes and functions": 800,
     "modules": 273,
