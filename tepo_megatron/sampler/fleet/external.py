@@ -222,8 +222,9 @@ class ExternalServer:
             if self._model not in (None, newest.model):
                 raise ValueError(
                     f"external rollout server {self._index} of {self._registry} serves "
-                    f"{newest.model or 'an unknown model (its version names none)'}, not {self._model}; start its 'tepo serve' "
-                    f"again with model.path = {self._model} (the path must be the same on all machines)"
+                    f"{newest.model or 'an unknown model (a trainer sends it weights, or its version names none)'}, not "
+                    f"{self._model}; start its 'tepo serve' again with --teacher, or with model.path = {self._model} (the path "
+                    "must be the same on all machines) and rollout.server.load_format = model"
                 )
             is_free = self._entry.claim(newest.life, frozen=self._frozen)
             if is_free or (is_free is None and Server.is_usable(newest.url, self._key)):
@@ -313,6 +314,8 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
             for slot in gone:
                 servers[slot].start(taken)
                 taken.add(servers[slot].port)
+    waits = server.starts_with_dummies(trained=True) or config.adapter_rank is not None  # for a trainer
+    model = "" if waits else str(model_dir.resolve())
             for slot in gone:
                 try:
                     servers[slot].wait_ready()
@@ -322,7 +325,7 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
                     failure = f" The last failed start: {error}".partition("\n")[0]
                     continue  # the watch below finds it dead
                 lives[slot] = secrets.token_hex(8)
-                entries[slot].register(servers[slot].url, lives[slot], str(model_dir.resolve()))
+                entries[slot].register(servers[slot].url, lives[slot], model)
             time.sleep(_WATCH_INTERVAL_S)
             states = enumerate(zip(servers, entries, lives, strict=True))
             gone = [slot for slot, (one, entry, life) in states if not one.alive or _is_certain(entry.is_retired, life)]

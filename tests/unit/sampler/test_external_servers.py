@@ -337,7 +337,10 @@ class FakeServer(FaultyServer):
         self.log, self.gpus = log, tuple(gpus)
 
 
-def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("load_format", "model"), [("model", str(Path.cwd() / "model")), ("auto", "")])
+def test_a_node_replaces_what_died_and_what_was_retired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, model: str
+) -> None:
     made: list[FakeServer] = []
 
     def make(*arguments: Any, **options: Any) -> FakeServer:
@@ -345,7 +348,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
         return made[-1]
 
     monkeypatch.setattr("tepo_megatron.sampler.vllm.server.Server", make)
-    config = run_of(tmp_path, count=4, tp=2, max_restarts=1)
+    config = run_of(tmp_path, count=4, tp=2, max_restarts=1, load_format=load_format)
     entries = [external.RegistryEntry(tmp_path, index) for index in range(4)]
     first: list[Any] = []
     turns = iter(
@@ -361,7 +364,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
         external.serve_node(config, model_dir=Path("model"), node=1, nodes=2)
     assert first[:2] == [None, None]  # the other node's
-    assert first[2].model == str(Path.cwd() / "model")
+    assert first[2].model == model  # "" waits for a trainer's weights
     assert [each.gpus for each in made] == [(0, 1), (2, 3)]
     assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
     assert [each.starts for each in made] == [2, 2]
