@@ -93,7 +93,8 @@ def _serve(
         model_dir = resolve_model_path(config.model.path)
         sampler_spec().check_model(config.rollout.server, read_model_spec(model_dir))
         if registry is None:
-            serve_node(config, model_dir=model_dir, node=node, nodes=nodes)
+            logs = None if teacher is None else config.teacher_logs(teacher)
+            serve_node(config, model_dir=model_dir, node=node, nodes=nodes, logs=logs)
             return
         end_with_starter()
         server, first_gpu = config.rollout.server, Placement(config, this_machine()).first_server_gpu

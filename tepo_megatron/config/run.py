@@ -54,6 +54,9 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    def teacher_logs(self, name: str) -> Path:
+        return self.output / "logs" / f"teacher-{name}"
+
     def teacher_of(self, source: str) -> str | None:
         only = next(iter(self.teachers)) if len(self.teachers) == 1 else None
         return next((item.teacher for item in self.data.train_sources if item.called == source and item.teacher), only)

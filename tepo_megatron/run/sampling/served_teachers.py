@@ -45,7 +45,7 @@ class ServedTeachers:
                 model_dir=resolve_model_path(teacher.path),
                 dtype=config.model.dtype,
                 stop_token_ids=inputs.tokenizer.eos_ids,
-                log_dir=config.output / "logs" / f"teacher-{name}",
+                log_dir=config.teacher_logs(name),
                 seed=config.seed,
                 first_gpu=gpus[name],
                 cores=cores[name],

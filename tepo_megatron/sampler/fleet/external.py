@@ -255,7 +255,7 @@ class ExternalServer:
         return f"Its log is {self.log}"
 
 
-def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
+def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int, logs: Path | None = None) -> None:
     """Runs a node's share of the servers until interrupted or the trainer ends, and replaces dead and retired ones.
 
     Raises ValueError if nodes cannot have equal shares, RuntimeError if a server does not start or dies too often.
@@ -272,24 +272,34 @@ def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> 
         raise ValueError(f"rollout.server.count = {server.count} servers cannot be spread over {nodes} nodes; give a multiple")
     size = server.count // nodes
     share = range(node * size, (node + 1) * size)
-    serve(with_local_address(server), config, server.registry, share, model_dir=model_dir, name=str(node))
+    serve(with_local_address(server), config, server.registry, share, model_dir=model_dir, name=str(node), logs=logs)
 
 
 def serve(
-    server: ServerConfig, config: RunConfig, registry: Path, share: range, *, model_dir: Path, name: str, first_gpu: int = 0
+    server: ServerConfig,
+    config: RunConfig,
+    registry: Path,
+    share: range,
+    *,
+    model_dir: Path,
+    name: str,
+    first_gpu: int = 0,
+    logs: Path | None = None,
 ) -> None:
     """``name``: of the process, for its failure in the registry, which trainers raise."""
     failed = registry / f"{_FAILED}-{name}"
     failed.unlink(missing_ok=True)
     try:
-        _serve(server, config, registry, share, model_dir=model_dir, first_gpu=first_gpu)
+        _serve(server, config, registry, share, model_dir=model_dir, first_gpu=first_gpu, logs=logs or config.output / "logs")
     except (ValueError, RuntimeError, OSError) as error:
         with suppress(OSError):  # the registry's disk may be the cause
             write_atomically(failed, describe(error))
         raise
 
 
-def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range, *, model_dir: Path, first_gpu: int) -> None:
+def _serve(
+    server: ServerConfig, config: RunConfig, registry: Path, share: range, *, model_dir: Path, first_gpu: int, logs: Path
+) -> None:
     servers = Server.make_all(
         server,
         share,
@@ -297,13 +307,15 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
         model_dir=model_dir,
         dtype=config.model.dtype,
         stop_token_ids=(),
-        log_dir=config.output / "logs",
+        log_dir=logs,
         seed=config.seed,
         first_gpu=first_gpu,
         trained=True,
         adapter_rank=config.adapter_rank,
         tokenizer=config.rollout.sampling.needs_tokenizer,
     )
+    waits = server.starts_with_dummies(trained=True) or config.adapter_rank is not None  # for a trainer
+    model = "" if waits else str(model_dir.resolve())
     entries, lives = [RegistryEntry(registry, index) for index in share], [""] * len(servers)
     restarts, gone, failure = 0, list(range(len(servers))), ""
     try:
@@ -314,8 +326,6 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
             for slot in gone:
                 servers[slot].start(taken)
                 taken.add(servers[slot].port)
-    waits = server.starts_with_dummies(trained=True) or config.adapter_rank is not None  # for a trainer
-    model = "" if waits else str(model_dir.resolve())
             for slot in gone:
                 try:
                     servers[slot].wait_ready()
@@ -331,8 +341,8 @@ def _serve(server: ServerConfig, config: RunConfig, registry: Path, share: range
             gone = [slot for slot, (one, entry, life) in states if not one.alive or _is_certain(entry.is_retired, life)]
             restarts += len(gone)
             if restarts > server.max_restarts * len(servers):
-                logs = "\n".join(servers[slot].log_end() for slot in gone)
-                raise RuntimeError(f"the servers of this node died {restarts} times; none is started again.{failure}\n{logs}")
+                ends = "\n".join(servers[slot].log_end() for slot in gone)
+                raise RuntimeError(f"the servers of this node died {restarts} times; none is started again.{failure}\n{ends}")
     finally:
         for one in servers:
             one.stop()

@@ -484,13 +484,16 @@ def test_samples_that_are_not_there(left: Any, words: list[str], message: str, t
 
 def test_a_teacher_is_served_with_its_own_path_and_server_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.serve_node", lambda config, **_: served.append(config))
+    monkeypatch.setattr(
+        "tepo_megatron.sampler.fleet.external.serve_node", lambda config, **options: served.append((config, options["logs"]))
+    )
     server = f"{{placement: external, registry: {tmp_path}, max_model_len: 64}}"
     model = shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "big")
     teacher = f"teachers.big={{path: {model}, place: server, server: {server}}}"
     settings = ["examples/tiny/run.yaml", f"output={tmp_path}", teacher, "objective.distill.coefficient=0.5"]
     invoke("serve", *settings, "model.lora={rank: 2}", "--teacher", "big")
-    (config,) = served
+    ((config, logs),) = served
+    assert logs == tmp_path / "logs" / "teacher-big"  # which the trainer names
     assert (config.model.path, config.adapter_rank) == (str(model), None)
     given = config.rollout.server
     assert (given.registry, given.max_model_len, given.load_format) == (tmp_path, 64, "model")
