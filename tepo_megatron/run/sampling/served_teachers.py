@@ -108,11 +108,12 @@ class ServedTeachers:
     def _named(self, name: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if isinstance(error, ServerDied) or not is_ours(error):
                 raise
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
             sentence = str(error).replace("rollout.server.", f"teachers.{name}.server.")
-            raise RuntimeError(f"teacher {name}: {sentence}") from error
+            raise kind(f"teacher {name}: {sentence}") from error
 
     def close(self) -> None:
         self._closed = True

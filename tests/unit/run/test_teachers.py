@@ -31,7 +31,7 @@ from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.served_teachers import ServedTeachers
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
-from tepo_megatron.sampler.fleet.external import shared_key
+from tepo_megatron.sampler.fleet.external import serve_node, shared_key
 from tepo_megatron.sampler.protocol import NO_SERVERS, Scores, ServerDied
 from tepo_megatron.sampler.rollout_file import Record
 from tepo_megatron.sampler.vllm.resources import worker_cores
@@ -188,24 +188,29 @@ def test_scores_that_wait_end_with_the_run_and_with_a_reset(teacher: Path, monke
     assert all(future.cancelled() for future in waiting[1:])
 
 
-@pytest.mark.parametrize("fails", ["start", "score"])
+@pytest.mark.parametrize(("fails", "kind"), [("start", RuntimeError), ("score", RuntimeError), ("start", ValueError)])
 def test_what_a_teachers_servers_raise_names_the_teacher_and_its_settings(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, kind: type[Exception]
 ) -> None:
     """One that does not start also ends the start of the run."""
     (tmp_path / "file").touch()
     sampler, inputs = Mock(), Mock(tokenizer=SimpleNamespace(eos_ids=(1,)))
-    getattr(sampler, fails).side_effect = lambda *_: shared_key(tmp_path / "file" / "registry")
+    tiny = load_run(TINY, [])
+    raising = {
+        RuntimeError: lambda *_: shared_key(tmp_path / "file" / "registry"),
+        ValueError: lambda *_: serve_node(tiny, model_dir=teacher, node=0, nodes=1),
+    }
+    getattr(sampler, fails).side_effect = raising[kind]
     monkeypatch.setattr(served_teachers_module, "make_sampler", lambda *_, **__: sampler)
     settings = [f"teachers.big={{path: {teacher}, place: server}}", "objective.distill.of=sampled"]
     teachers = ServedTeachers(load_run(TINY, settings), inputs, print)
     response = ResponseText("2", (3, 4))
     response.prompt_ids = (1, 2)
-    message = r"teacher big: .*; set teachers\.big\.server\.registry to a folder"
-    with pytest.raises(RuntimeError, match=message):
+    message = r"teacher big: .*teachers\.big\.server\.registry.* a folder"
+    with pytest.raises(kind, match=message):
         teachers.score("big", response).result(TIMEOUT_S)
     rank0: Any = SimpleNamespace(servers=Mock(), teachers=teachers)
-    with pytest.raises(RuntimeError, match=message) if fails == "start" else nullcontext():
+    with pytest.raises(kind, match=message) if fails == "start" else nullcontext():
         Rank0.wait_until_ready(rank0)
     teachers.close()
 
