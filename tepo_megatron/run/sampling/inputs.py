@@ -79,7 +79,7 @@ class Inputs:
         sizes = [size for source in (*train, *heldout) for size in source.sizes]
         config.rollout.check_room(sizes, limit)
         if replay is None:
-            _check_teachers(config, limit, max(sizes)[0])
+            _check_teachers(config, limit, max(size for source in train for size in source.sizes)[0])
         names = [name for name in evaluate.sets if evaluate.every_of(name) and replay is None]
         sets = EvaluationSet.load_all(config, tokenizer, names, limit)
         left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]

@@ -374,8 +374,10 @@ def test_a_teacher_that_is_too_short_is_refused(
         (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": room}))
     server = (f"teachers.big.server={{max_model_len: {room}}}",) if place == "server" else ()
     message = rf"teachers\.big takes {room} tokens, and scores responses of at most {allowed}, .* may have 14: lower"
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({"prompt": "1+" * 20 + "1=", "answer": "21"}))  # it scores no answer
+    heldout = (f"data.heldout={tmp_path}/heldout.jsonl", "evaluate.every=1")
     with pytest.raises(ValueError, match=message):
-        run("short", place, *TEPO, f"teachers.big.path={short}", *server)
+        run("short", place, *TEPO, f"teachers.big.path={short}", *server, *heldout)
 
 
 def test_a_replay_of_other_problems_with_several_teachers_is_a_sentence(whole: Whole, teacher: Path, tmp_path: Path) -> None:
