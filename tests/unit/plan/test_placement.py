@@ -72,7 +72,7 @@ def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpu
         (colocated(1, 0, 3), r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"),
         (colocated(1, 1, 1), "train_nodes = 1 and rollout_nodes = 1; set them to 1 and 0"),
         (colocated(2, 0, 1), "train_nodes = 2 and rollout_nodes = 0; set them to 1 and 0"),
-        (taught(0, tp=2), r"2 GPUs of the first .*, and 1 are left there; serve them elsewhere .*load_format = model\), or"),
+        (taught(0, tp=2), r"2 GPUs of the first .*, and 1 are left there; serve them .*serve RUN --teacher NAME\), or"),
         (taught(1, count=3), "teachers take 3 GPUs of the first training node, and 2 are left there"),
     ],
 )
