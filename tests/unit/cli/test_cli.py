@@ -484,9 +484,8 @@ def test_samples_that_are_not_there(left: Any, words: list[str], message: str, t
 
 def test_a_teacher_is_served_with_its_own_path_and_server_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr(
-        "tepo_megatron.sampler.fleet.external.serve_node", lambda config, **options: served.append((config, options["logs"]))
-    )
+    serve_node = "tepo_megatron.sampler.fleet.external.serve_node"
+    monkeypatch.setattr(serve_node, lambda config, **options: served.append((config, options["logs"])))
     server = f"{{placement: external, registry: {tmp_path}, max_model_len: 64}}"
     model = shutil.copytree(resolve_model_path("builtin:tiny"), tmp_path / "big")
     teacher = f"teachers.big={{path: {model}, place: server, server: {server}}}"
@@ -495,7 +494,7 @@ def test_a_teacher_is_served_with_its_own_path_and_server_section(tmp_path: Path
     ((config, logs),) = served
     assert logs == tmp_path / "logs" / "teacher-big"  # which the trainer names
     assert (config.model.path, config.adapter_rank) == (str(model), None)
-    given = config.rollout.server
-    assert (given.registry, given.max_model_len, given.load_format) == (tmp_path, 64, "model")
+    assert config.rollout.server.load_format == "model"
+    assert (config.rollout.server.registry, config.rollout.server.max_model_len) == (tmp_path, 64)
     result = invoke("serve", *settings, "--teacher", "small", code=1)
     assert "--teacher small is not one of this run's teachers: big" in " ".join(result.output.split())
